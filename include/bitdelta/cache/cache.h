@@ -1,0 +1,79 @@
+/* cache.h - which variants are resident: pages, states, leases, policy. States and contract: architecture.md "Cache".
+ * Owner and only thread: bd-sched (before it runs: the thread that builds the server). Loader progress is read from the
+ * loads' atomics in bd_cache_poll. */
+#ifndef BITDELTA_CACHE_CACHE_H
+#define BITDELTA_CACHE_CACHE_H
+
+#include "bitdelta/loader/loader.h"
+
+typedef struct bd_cache bd_cache;
+typedef struct bd_variant bd_variant; /* one delta known to the cache; lives until forgotten */
+
+typedef enum bd_variant_state {
+    BD_VARIANT_ABSENT, BD_VARIANT_QUEUED, BD_VARIANT_LOADING, BD_VARIANT_READY, BD_VARIANT_DRAINING, BD_VARIANT_FAILED
+} bd_variant_state;
+
+typedef struct bd_cache_options {
+    bd_model *model;
+    bd_loader *loader;
+    uint32_t page_count;
+    uint32_t pinned_top;            /* this many by request rate are never victims; clamped so one variant fits */
+    uint32_t loads_in_parallel;
+    uint64_t retry_after_us;        /* negative caching of a failed load, doubled per failure up to 60 s */
+    double half_life_s;             /* of the request rate */
+    bd_metrics *metrics;            /* may be NULL */
+} bd_cache_options;
+
+typedef struct bd_lease { /* a counted reference; the overlay stays valid until release */
+    bd_variant *variant;
+    const bd_overlay *overlay;
+} bd_lease;
+
+typedef struct bd_cache_waiter { /* caller's memory; linked while waiting */
+    struct bd_cache_waiter *next;
+    /* On bd-sched, inside bd_cache_poll: BD_OK with a lease, or the error of the failed load. */
+    void (*ready)(struct bd_cache_waiter *waiter, bd_status status, const bd_lease *lease, const bd_error *err);
+    bd_variant *variant; /* internal */
+} bd_cache_waiter;
+
+typedef struct bd_variant_info {
+    const char *name;
+    bd_variant_state state;
+    uint64_t page_bytes, file_bytes, load_us, last_use_us, loads, evictions;
+    uint32_t references, waiters;
+    bool pinned, protected_by_rate;
+    double rate_per_s;
+    uint64_t retry_at_us;
+    const bd_error *failure; /* of the last failed load, else NULL */
+} bd_variant_info;
+
+BD_MUST_CHECK bd_status bd_cache_create(const bd_cache_options *options, bd_cache **out, bd_error *err);
+void bd_cache_destroy(bd_cache *cache); /* no lease may be out; cancels loads */
+
+/* Takes ownership of *delta (moved). Does not read weights. BD_E_LIMIT: needs more pages than exist. */
+BD_MUST_CHECK bd_status bd_cache_register(bd_cache *cache, bd_delta *delta, bool pinned, bd_variant **out,
+                                          bd_error *err);
+/* The entry goes away when its last lease does; new acquires fail with BD_E_NOT_FOUND. */
+void bd_cache_forget(bd_cache *cache, bd_variant *variant);
+
+/* Counts one request for the rate. */
+void bd_cache_touch(bd_cache *cache, bd_variant *variant, uint64_t now_us);
+
+/* BD_OK: *lease taken. BD_AGAIN: loading, waiter is on the list. BD_BUSY: no pages can be freed yet; ask again.
+ * BD_E_VARIANT: failed, retry at info.retry_at_us; err has the load's own error. */
+BD_MUST_CHECK bd_status bd_cache_acquire(bd_cache *cache, bd_variant *variant, uint64_t now_us, bd_lease *lease,
+                                         bd_cache_waiter *waiter, bd_error *err);
+void bd_cache_wait_cancel(bd_cache *cache, bd_cache_waiter *waiter);
+void bd_cache_release(bd_cache *cache, bd_lease *lease, uint64_t now_us);
+
+/* Moves loads on, calls waiters. Returns true when anything changed (a BD_BUSY caller should ask again). */
+bool bd_cache_poll(bd_cache *cache, uint64_t now_us);
+
+/* Admin. Pins beyond what leaves one variant's pages evictable: BD_E_LIMIT. unload: BD_BUSY while leased (it drains). */
+BD_MUST_CHECK bd_status bd_cache_pin(bd_cache *cache, bd_variant *variant, bool pinned, bd_error *err);
+BD_MUST_CHECK bd_status bd_cache_prefetch(bd_cache *cache, bd_variant *variant, uint64_t now_us, bd_error *err);
+BD_MUST_CHECK bd_status bd_cache_unload(bd_cache *cache, bd_variant *variant, bd_error *err);
+void bd_cache_info(const bd_cache *cache, const bd_variant *variant, uint64_t now_us, bd_variant_info *out);
+uint32_t bd_cache_pages_free(const bd_cache *cache);
+
+#endif

@@ -1,0 +1,62 @@
+/* overlay.h - from a delta on disk to pages on the device: where each tensor of a variant goes.
+ * A page holds one layer's one-plane overlay (bits, scales; plane 0's page also norms and biases that differ), or a block
+ * of embedding or head rows. Page size is the same for all, so pages never fragment. Layout inside a page is fixed per
+ * model. Owner: cache. Threads: plans are immutable; build and read anywhere. */
+#ifndef BITDELTA_MODEL_OVERLAY_H
+#define BITDELTA_MODEL_OVERLAY_H
+
+#include "bitdelta/delta/delta.h"
+#include "bitdelta/model/model.h"
+
+/* Known from the config alone, before a model is open (memory planning). */
+uint64_t bd_overlay_page_bytes(const bd_model_config *config, const bd_backend_ops *ops);
+uint32_t bd_overlay_pages_per_variant(const bd_model_config *config, const bd_backend_ops *ops, uint32_t planes,
+                                      bool with_embeddings);
+
+typedef enum bd_piece_kind { BD_PIECE_BITS, BD_PIECE_FLOATS } bd_piece_kind;
+
+/* One contiguous run of a delta file that goes to one place of one page. Sorted by (file, offset). */
+typedef struct bd_overlay_piece {
+    bd_piece_kind kind;
+    uint32_t file_index;
+    uint64_t offset_bytes, bytes; /* in the file */
+    uint32_t ready_index;         /* 0 embedding, 1 + l layer l, 1 + layers final norm and head */
+    uint32_t page;                /* index into the variant's page list */
+    uint64_t page_offset_bytes;   /* start of the plane or vector inside the page */
+    uint32_t n, k;                /* BITS: the plane's shape in the page; rows are whole rows of the file */
+    uint64_t row_bytes;           /* BITS: k / 8 */
+    bd_dtype dtype;               /* FLOATS: F32, BF16, F16 -> float32 */
+    const char *tensor;           /* for messages */
+} bd_overlay_piece;
+
+typedef struct bd_overlay_plan {
+    uint32_t page_count, piece_count, ready_count; /* ready_count = layers + 2 */
+    const bd_overlay_piece *pieces;
+    void *storage; /* owned */
+} bd_overlay_plan;
+
+/* Reads the shard headers and checks every tensor against the model: missing, unknown or misshapen ones and a foreign
+ * base fingerprint are BD_E_MISMATCH naming file and tensor. */
+BD_MUST_CHECK bd_status bd_overlay_plan_create(const bd_model *model, const bd_delta *delta, bd_overlay_plan *out,
+                                               bd_error *err);
+void bd_overlay_plan_destroy(bd_overlay_plan *plan);
+
+/* The overlay's host structure over given pages (addresses in the delta arena). Registers a rope table when the variant's
+ * config.json (delta->dir) has its own. Free with destroy; pages stay the caller's. */
+BD_MUST_CHECK bd_status bd_overlay_create(bd_model *model, const bd_delta *delta, const bd_overlay_plan *plan,
+                                          void *const *pages, bd_overlay **out, bd_error *err);
+void bd_overlay_destroy(bd_overlay *overlay);
+
+/* Puts bytes [from, from + bytes) of file `file_index`, already verified, into the pages: every whole row or value they
+ * complete. `data` is the whole file's bytes at `from`. Pieces may be fed in any sizes but in ascending order; a carry buffer
+ * in *feed keeps the cut row. */
+typedef struct bd_overlay_feed bd_overlay_feed;
+BD_MUST_CHECK bd_status bd_overlay_feed_create(bd_model *model, const bd_overlay_plan *plan, void *const *pages,
+                                               bd_overlay_feed **out, bd_error *err);
+BD_MUST_CHECK bd_status bd_overlay_feed_bytes(bd_overlay_feed *feed, uint32_t file_index, uint64_t from,
+                                              const uint8_t *data, uint64_t bytes, bd_error *err);
+/* Ready indices whose pieces are complete, counted from 0 without a gap. */
+uint32_t bd_overlay_feed_ready(const bd_overlay_feed *feed);
+void bd_overlay_feed_destroy(bd_overlay_feed *feed);
+
+#endif
