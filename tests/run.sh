@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# The one test command: installs what it needs, builds, runs every test, ends with "N passed, N failed, N skipped".
+#   tests/run.sh             all of it (about 15 minutes on 2 cores)
+#   tests/run.sh --quick     one build, unit and end-to-end tests only
+#   tests/run.sh --oracles   also the comparisons that need torch and transformers (downloads about 2 GB)
+set -u
+cd "$(dirname "$0")/.." || exit 1
+quick=0 oracles=0
+for argument in "$@"; do
+    case $argument in
+    --quick) quick=1 ;;
+    --oracles) oracles=1 ;;
+    *) echo "usage: tests/run.sh [--quick] [--oracles]" >&2; exit 2 ;;
+    esac
+done
+source tests/lib.sh
+
+say "packages"
+install_packages build test || { echo "cannot install packages" >&2; exit 1; }
+python_env || { echo "cannot make the Python environment" >&2; exit 1; }
+bash tests/data/unpack.sh || { echo "cannot unpack the test data" >&2; exit 1; }
+find_nvcc || echo "note: no nvcc: the CUDA build will be reported as failed" >&2
+results=build/results
+rm -rf $results && mkdir -p $results
+
+say "rules of the tree"
+check include-order .venv/bin/python tests/check_rooms.py
+check include-order-self-test .venv/bin/python tests/check_rooms.py --self-test
+check format sources_formatted
+check size checkout_small
+
+say "build: gcc, CUDA"
+check build-gcc build_tree build -DCMAKE_C_COMPILER=gcc -DBD_CUDA=on
+run_ctest build unit
+
+say "end to end"
+export BITDELTA_BIN=$PWD/build/bitdelta
+marks="not oracles"
+if [ $oracles = 1 ]; then .venv/bin/pip install -q -r tests/requirements-oracles.txt && marks=""; fi
+.venv/bin/python -m pytest tests/e2e -q -x --maxfail=20 -m "$marks" --junitxml=$PWD/$results/e2e.xml
+
+if [ $quick = 0 ]; then
+    say "build: gcc with AddressSanitizer and UndefinedBehaviorSanitizer"
+    check build-asan build_tree build-asan -DCMAKE_C_COMPILER=gcc -DBD_CUDA=off -DBD_SANITIZE=address,undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo
+    run_ctest build-asan asan
+    say "build: clang with ThreadSanitizer"
+    check build-tsan build_tree build-tsan -DCMAKE_C_COMPILER=clang -DBD_CUDA=off -DBD_SANITIZE=thread
+    run_ctest build-tsan tsan 'base_(mailbox|pool|metrics)|tokenizer_threads|loader|cache|engine|router|http'
+fi
+
+say "result"
+.venv/bin/python tests/count.py $results
