@@ -87,4 +87,6 @@ char *bd_arena_strndup(bd_arena *arena, const char *text, size_t len_bytes) {
     return copy;
 }
 
-size_t bd_arena_used_bytes(const bd_arena *arena) { return arena->used_bytes; }
+size_t bd_arena_used_bytes(const bd_arena *arena) {
+    return arena->used_bytes;
+}

@@ -11,7 +11,8 @@
 
 _Static_assert(sizeof(_Atomic uint32_t) == sizeof(uint32_t), "the kernel sees the plain word");
 
-/* Sleeps while *word == expected; returns early on signals and spuriously. timeout NULL: no limit. */
+/* Sleeps while *word == expected; returns early on signals and spuriously. timeout NULL: no limit.
+ */
 static inline void bd_futex_wait(_Atomic uint32_t *word, uint32_t expected,
                                  const struct timespec *timeout) {
     syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, expected, timeout, NULL, 0);

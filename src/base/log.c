@@ -1,5 +1,5 @@
-/* log.c - log lines on stderr. A line is formatted on the caller's stack and leaves in one write(2), so
- * lines of different threads never mix. Threads: any. */
+/* log.c - log lines on stderr. A line is formatted on the caller's stack and leaves in one
+ * write(2), so lines of different threads never mix. Threads: any. */
 #include "bitdelta/base/log.h"
 
 #include <errno.h>
@@ -17,9 +17,13 @@ static _Atomic int g_log_level = BD_LOG_INFO;
 
 static const char *const k_level_names[] = {"error", "warn", "info", "debug"};
 
-void bd_log_level_set(bd_log_level level) { atomic_store(&g_log_level, (int)level); }
+void bd_log_level_set(bd_log_level level) {
+    atomic_store(&g_log_level, (int)level);
+}
 
-bool bd_log_enabled(bd_log_level level) { return (int)level <= atomic_load(&g_log_level); }
+bool bd_log_enabled(bd_log_level level) {
+    return (int)level <= atomic_load(&g_log_level);
+}
 
 static void write_line(const char *line, size_t bytes) {
     while (bytes > 0) {
@@ -57,7 +61,8 @@ void bd_log(bd_log_level level, const char *module, const char *format, ...) {
     /* A cut line must not end inside a character. */
     if (full > limit) {
         size_t start = len;
-        while (start > 0 && ((unsigned char)line[start - 1] & 0xc0u) == 0x80u) start--;
+        while (start > 0 && ((unsigned char)line[start - 1] & 0xc0u) == 0x80u)
+            start--;
         if (start > 0 && (unsigned char)line[start - 1] >= 0xc0u) len = start - 1;
     }
     for (size_t i = 0; i < len; i++) {
@@ -72,7 +77,8 @@ void bd_log(bd_log_level level, const char *module, const char *format, ...) {
 /* Values are quoted; a quote inside would end the value early. */
 static void without_quotes(char *out, size_t out_bytes, const char *text) {
     size_t i = 0;
-    for (; text[i] && i + 1 < out_bytes; i++) out[i] = text[i] == '"' ? '\'' : text[i];
+    for (; text[i] && i + 1 < out_bytes; i++)
+        out[i] = text[i] == '"' ? '\'' : text[i];
     out[i] = '\0';
 }
 

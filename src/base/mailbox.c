@@ -1,6 +1,6 @@
-/* mailbox.c - many posters push onto a lock-free stack; the one owner detaches all of it and reverses it.
- * Taking everything at once is what makes the stack free of the ABA problem.
- * Owner: the thread that takes. Posters must be done with the box before it is destroyed. */
+/* mailbox.c - many posters push onto a lock-free stack; the one owner detaches all of it and
+ * reverses it. Taking everything at once is what makes the stack free of the ABA problem. Owner:
+ * the thread that takes. Posters must be done with the box before it is destroyed. */
 #include "bitdelta/base/mailbox.h"
 
 #include <errno.h>
@@ -73,8 +73,8 @@ bd_status bd_mailbox_post(bd_mailbox *box, bd_message *message) {
 }
 
 bd_message *bd_mailbox_take(bd_mailbox *box) {
-    /* The signal is cleared before the list is read: a post that still saw it raised had already pushed
-     * its message, and a later one raises it anew. */
+    /* The signal is cleared before the list is read: a post that still saw it raised had already
+     * pushed its message, and a later one raises it anew. */
     if (box->event_fd >= 0) {
         uint64_t value;
         ssize_t got;
@@ -111,6 +111,10 @@ void bd_mailbox_wait(bd_mailbox *box, uint64_t timeout_us) {
     atomic_store(&box->signal, SIGNAL_CLEAR);
 }
 
-void bd_mailbox_wake(bd_mailbox *box) { raise_signal(box); }
+void bd_mailbox_wake(bd_mailbox *box) {
+    raise_signal(box);
+}
 
-int bd_mailbox_eventfd(const bd_mailbox *box) { return box->event_fd; }
+int bd_mailbox_eventfd(const bd_mailbox *box) {
+    return box->event_fd;
+}

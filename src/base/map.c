@@ -29,7 +29,8 @@ enum { MAP_SLOTS_MIN = 8 };
 bd_map *bd_map_create(size_t expected_count) {
     if (expected_count > SIZE_MAX / (4 * sizeof(map_slot))) return NULL;
     size_t slot_count = MAP_SLOTS_MIN;
-    while (slot_count / 4 * 3 < expected_count) slot_count *= 2;
+    while (slot_count / 4 * 3 < expected_count)
+        slot_count *= 2;
     bd_map *map = calloc(1, sizeof *map);
     if (!map) return NULL;
     map->slots = calloc(slot_count, sizeof *map->slots);
@@ -46,7 +47,8 @@ bd_map *bd_map_create(size_t expected_count) {
 
 void bd_map_destroy(bd_map *map) {
     if (!map) return;
-    for (size_t i = 0; i < map->slot_count; i++) free(map->slots[i].key);
+    for (size_t i = 0; i < map->slot_count; i++)
+        free(map->slots[i].key);
     free(map->slots);
     free(map);
 }
@@ -120,7 +122,9 @@ void *bd_map_take(bd_map *map, const void *key, size_t key_bytes) {
     return value;
 }
 
-size_t bd_map_count(const bd_map *map) { return map->count; }
+size_t bd_map_count(const bd_map *map) {
+    return map->count;
+}
 
 bool bd_map_next(const bd_map *map, size_t *cursor, const void **key, size_t *key_bytes,
                  void **value) {

@@ -1,4 +1,5 @@
-/* status.c - names, texts and HTTP codes of the statuses, and the caller-owned error. Threads: any. */
+/* status.c - names, texts and HTTP codes of the statuses, and the caller-owned error. Threads: any.
+ */
 #include "bitdelta/base/status.h"
 
 #include <stdarg.h>
@@ -23,24 +24,32 @@ static const status_row *row_of(bd_status status) {
     return &k_status_rows[index];
 }
 
-const char *bd_status_name(bd_status status) { return row_of(status)->name; }
+const char *bd_status_name(bd_status status) {
+    return row_of(status)->name;
+}
 
-const char *bd_status_text(bd_status status) { return row_of(status)->text; }
+const char *bd_status_text(bd_status status) {
+    return row_of(status)->text;
+}
 
-int bd_status_http(bd_status status) { return row_of(status)->http; }
+int bd_status_http(bd_status status) {
+    return row_of(status)->http;
+}
 
 /* Copies at most out_bytes - 1 bytes and never ends inside a UTF-8 sequence. */
 static void copy_cut(char *out, size_t out_bytes, const char *text) {
     size_t len = strlen(text);
     if (len >= out_bytes) {
         len = out_bytes - 1;
-        while (len > 0 && ((unsigned char)text[len] & 0xc0u) == 0x80u) len--;
+        while (len > 0 && ((unsigned char)text[len] & 0xc0u) == 0x80u)
+            len--;
     }
     memcpy(out, text, len);
     out[len] = '\0';
 }
 
-/* The texts are built aside first: callers wrap an error by passing its own message as an argument. */
+/* The texts are built aside first: callers wrap an error by passing its own message as an argument.
+ */
 static void fill(bd_error *err, bd_status status, const char *subject, const char *message) {
     char subject_copy[sizeof err->subject];
     copy_cut(subject_copy, sizeof subject_copy, subject ? subject : "");
@@ -49,7 +58,9 @@ static void fill(bd_error *err, bd_status status, const char *subject, const cha
     copy_cut(err->message, sizeof err->message, message);
 }
 
-enum { MESSAGE_WORK_BYTES = 1024 }; /* longer than the field, so that the cut sees whole characters */
+enum {
+    MESSAGE_WORK_BYTES = 1024
+}; /* longer than the field, so that the cut sees whole characters */
 
 bd_status bd_fail(bd_error *err, bd_status status, const char *subject, const char *format, ...) {
     if (!err) return status;

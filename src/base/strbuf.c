@@ -51,7 +51,9 @@ void bd_strbuf_append(bd_strbuf *buf, const void *data, size_t len_bytes) {
     buf->data[buf->len_bytes] = '\0';
 }
 
-void bd_strbuf_puts(bd_strbuf *buf, const char *text) { bd_strbuf_append(buf, text, strlen(text)); }
+void bd_strbuf_puts(bd_strbuf *buf, const char *text) {
+    bd_strbuf_append(buf, text, strlen(text));
+}
 
 void bd_strbuf_printf(bd_strbuf *buf, const char *format, ...) {
     if (buf->failed) return;
@@ -118,8 +120,8 @@ void bd_strbuf_json_string(bd_strbuf *buf, const char *text, size_t len_bytes) {
 }
 
 /* --- shortest numbers ---
- * printf and strtod follow the locale only in the decimal point, so digits are taken from "%.*e" without
- * it, checked as "<digits>e<exponent>", and laid out here. */
+ * printf and strtod follow the locale only in the decimal point, so digits are taken from "%.*e"
+ * without it, checked as "<digits>e<exponent>", and laid out here. */
 
 typedef struct decimal {
     char digits[20]; /* no leading and no trailing zeros, at least one digit */
@@ -142,7 +144,8 @@ static decimal decimal_of(double magnitude, int digit_count) {
 /* One unit more in the last digit. */
 static decimal decimal_next(decimal dec) {
     int i = dec.digit_count - 1;
-    while (i >= 0 && dec.digits[i] == '9') dec.digits[i--] = '0';
+    while (i >= 0 && dec.digits[i] == '9')
+        dec.digits[i--] = '0';
     if (i >= 0) {
         dec.digits[i]++;
     } else {
@@ -170,15 +173,16 @@ static decimal shortest(double magnitude, bool as_float) {
     for (int count = first; count < last; count++) {
         decimal near = decimal_of(magnitude, count);
         if (!decimal_reads_back(&near, magnitude, as_float)) {
-            /* At a power of two the gap above is twice the gap below: the decimal just above can be the
-             * right one although the one just below is nearer. */
+            /* At a power of two the gap above is twice the gap below: the decimal just above can be
+             * the right one although the one just below is nearer. */
             near = decimal_next(near);
             if (!decimal_reads_back(&near, magnitude, as_float)) continue;
         }
         dec = near;
         break;
     }
-    while (dec.digit_count > 1 && dec.digits[dec.digit_count - 1] == '0') dec.digit_count--;
+    while (dec.digit_count > 1 && dec.digits[dec.digit_count - 1] == '0')
+        dec.digit_count--;
     return dec;
 }
 
@@ -226,6 +230,10 @@ static void append_number(bd_strbuf *buf, double value, bool as_float) {
     bd_strbuf_append(buf, out, at);
 }
 
-void bd_strbuf_json_number(bd_strbuf *buf, double value) { append_number(buf, value, false); }
+void bd_strbuf_json_number(bd_strbuf *buf, double value) {
+    append_number(buf, value, false);
+}
 
-void bd_strbuf_json_float(bd_strbuf *buf, float value) { append_number(buf, (double)value, true); }
+void bd_strbuf_json_float(bd_strbuf *buf, float value) {
+    append_number(buf, (double)value, true);
+}

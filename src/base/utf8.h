@@ -7,8 +7,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Looks at the sequence that starts at p (bytes > 0). Valid: *valid is true, its length is returned.
- * Invalid: the length of the maximal part that one U+FFFD stands for, at least 1. */
+/* Looks at the sequence that starts at p (bytes > 0). Valid: *valid is true, its length is
+ * returned. Invalid: the length of the maximal part that one U+FFFD stands for, at least 1. */
 static inline size_t bd_utf8_step(const uint8_t *p, size_t bytes, bool *valid) {
     uint8_t lead = p[0];
     *valid = false;
