@@ -18,6 +18,9 @@ const bd_tensor *bd_checkpoint_find(const bd_checkpoint *checkpoint, const char 
 BD_MUST_CHECK bd_status bd_checkpoint_need(const bd_checkpoint *checkpoint, const char *name,
                                            uint64_t rows, uint64_t cols, const bd_tensor **out,
                                            bd_error *err);
+/* The files behind bd_tensor.file_index, for readers that do not use the mapping. */
+uint32_t bd_checkpoint_file_count(const bd_checkpoint *checkpoint);
+const char *bd_checkpoint_file_path(const bd_checkpoint *checkpoint, uint32_t file_index);
 uint64_t bd_checkpoint_bytes(const bd_checkpoint *checkpoint); /* all tensor bytes */
 
 /* Base fingerprint (architecture.md "The delta on disk"): lower-case hex SHA-256. */
