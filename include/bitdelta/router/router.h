@@ -1,5 +1,8 @@
 /* router.h - names to variants, queues per variant, admission.
- * Owner: server. Threads: find, reserve, submit, cancel, list from any thread; the rest on bd-sched. */
+ * Owner: server. Threads: find, reserve, submit, cancel, drain, served_*, idle, infos and admin from any thread but
+ * bd-sched (submit, cancel and unreserve also from there); create .. add_* from the builder, before the engine starts.
+ * Order of life: router_create, engine_create (bd_router_hooks), router_attach, add_*, engine_start .. engine_stop,
+ * engine_destroy, router_destroy (it drops its leases, so before cache_destroy). */
 #ifndef BITDELTA_ROUTER_ROUTER_H
 #define BITDELTA_ROUTER_ROUTER_H
 
@@ -18,18 +21,21 @@ typedef struct bd_served {
     const char *dir;               /* variant directory or base directory, for messages to operators only */
     uint32_t eos_count;
     int32_t eos_ids[BD_EOS_IDS_MAX];
-    void *variant;                 /* bd_variant, NULL for the base */
-    void *internal;
+    bd_variant *variant;           /* NULL for the base */
+    void *internal;                /* the router's queue */
 } bd_served;
 
 typedef struct bd_job bd_job;
+struct bd_router_choice;
 
 typedef struct bd_job_sink { /* on bd-sched; must not block. choice = prompt_number * n + k */
     bool (*token)(void *ctx, uint32_t choice, const bd_token_result *token); /* false: stop this choice */
     void (*prompt)(void *ctx, uint32_t choice, uint32_t first, const bd_token_result *tokens, uint32_t count);
     void (*end)(void *ctx, uint32_t choice, bd_finish finish, int32_t stop_id);
-    /* Last call for the job: BD_OK after all choices ended well; else the error of the whole job (503 variant
-     * unavailable with err and retry_after_s, cancelled, shutdown, device). The job is the creator's again. */
+    /* Last call for the job, exactly once: BD_OK after all choices had their end(); else what the whole job failed
+     * with, some choices without an end(): BD_E_VARIANT (retry_after_s >= 1), BD_CANCELLED, BD_E_SHUTDOWN,
+     * BD_E_DEVICE, BD_E_LIMIT, BD_E_MEMORY, BD_E_INTERNAL. err is NULL for BD_OK and BD_CANCELLED.
+     * The job is the creator's again. */
     void (*done)(void *ctx, bd_status status, const bd_error *err, uint32_t retry_after_s);
 } bd_job_sink;
 
@@ -38,16 +44,33 @@ typedef struct bd_prompt {
     uint32_t count;
 } bd_prompt;
 
+/* The router's part of a job; zero before submit. */
+typedef struct bd_job_internal {
+    bd_call submit_call, cancel_call;
+    _Atomic uint32_t cancel_state;
+    bd_router *router;
+    struct bd_job *next; /* in the queue of its variant */
+    struct bd_router_choice *choices;
+    uint32_t choice_count, added, live;
+    bool queued, failed, token_seen;
+    bd_status status;
+    uint32_t retry_after_s;
+    uint64_t generated_tokens;
+    bd_error *error;     /* allocated with choices */
+} bd_job_internal;
+
 struct bd_job { /* one request; filled and owned by its creator, untouched between submit and done() */
     const bd_served *served;
     uint32_t tenant;
-    const bd_prompt *prompts;
-    uint32_t prompt_count, choices_per_prompt;
-    bd_sequence_options params; /* template: prompt, lease, sink are filled by the router; seed/choice per choice */
+    const bd_prompt *prompts;   /* alive until done() */
+    uint32_t prompt_count, choices_per_prompt; /* both >= 1; the product is what was reserved */
+    /* Template, its arrays alive until done(). The router fills prompt, lease, tenant, sink and sampling.choice =
+     * choice number; one seed serves all choices. */
+    bd_sequence_options params;
     const bd_job_sink *sink;
     void *sink_ctx;
-    uint64_t received_us;
-    void *internal;             /* router's; NULL before submit and after done */
+    uint64_t received_us;       /* bd_now_us() when the request came in, for the latency histograms */
+    bd_job_internal internal;
 };
 
 typedef struct bd_router_options {
@@ -56,8 +79,11 @@ typedef struct bd_router_options {
     bd_model *model;
     const char *base_name, *base_dir;
     const bd_tokenizer *tokenizer;
-    uint32_t queue_max;         /* choices waiting over all variants */
+    uint32_t queue_max;         /* choices waiting over all variants; 0: no bound */
     uint32_t cold_wait_max_us;  /* bounded waiting of a cold variant before it gets the next pages */
+    /* Which tenant sees which name; NULL: all see all. Any thread. */
+    bool (*allowed)(void *ctx, const bd_served *served, uint32_t tenant);
+    void *allowed_ctx;
     bd_metrics *metrics;
 } bd_router_options;
 
@@ -80,7 +106,8 @@ const bd_served *bd_router_find(const bd_router *router, const char *name, size_
 uint32_t bd_router_served_count(const bd_router *router);
 const bd_served *bd_router_served_at(const bd_router *router, uint32_t index); /* the base first, then by name */
 
-/* Any thread: room for `choices` more in the queue, atomically taken; BD_BUSY -> 429, BD_E_SHUTDOWN -> 503.
+/* Any thread: room for `choices` more in the queue, atomically taken; BD_BUSY -> 429 with *retry_after_s 1..60,
+ * BD_E_SHUTDOWN and BD_E_DEVICE -> 503. More choices than queue_max can ever hold are taken when the queue is empty.
  * Give back with unreserve unless submit took it over. */
 BD_MUST_CHECK bd_status bd_router_reserve(bd_router *router, const bd_served *served, uint32_t tenant, uint32_t choices,
                                           uint32_t *retry_after_s);
@@ -90,11 +117,13 @@ void bd_router_submit(bd_router *router, bd_job *job);
 /* Any thread, any time before the creator frees the job; done() still comes. */
 void bd_router_cancel(bd_router *router, bd_job *job);
 void bd_router_drain(bd_router *router); /* any thread: refuse new work from now on */
-bool bd_router_idle(const bd_router *router); /* any thread: nothing queued or running */
+bool bd_router_idle(const bd_router *router); /* any thread: nothing reserved, queued or running */
 
-/* A snapshot for the admin listener: fills up to `max` infos on bd-sched and waits for it. Not from bd-sched. */
+/* A snapshot for the admin listener: fills up to `max` infos (of the variants, by name) on bd-sched and waits for it.
+ * Not from bd-sched. `failure` is NULL in these copies; `name` is the served name. */
 uint32_t bd_router_infos(bd_router *router, bd_variant_info *out, uint32_t max);
 typedef enum bd_admin_verb { BD_ADMIN_LOAD, BD_ADMIN_UNLOAD, BD_ADMIN_PIN, BD_ADMIN_UNPIN } bd_admin_verb;
+/* Done on bd-sched, waited for. The base: BD_E_ARGUMENT. LOAD returns when the load is under way. */
 BD_MUST_CHECK bd_status bd_router_admin(bd_router *router, bd_admin_verb verb, const bd_served *served, bd_error *err);
 
 #endif
