@@ -18,7 +18,7 @@ typedef struct bd_model_options {
     uint32_t kv_block_tokens;
     uint64_t kv_tokens;       /* 0: what fits: CPU 4 x max_model_len (at least 16384), CUDA the rest of the memory */
     uint32_t rope_tables_max;
-    uint32_t delta_pages;     /* pages of bd_model_page_bytes each */
+    uint32_t delta_pages;     /* pages of bd_overlay_page_bytes each */
     uint32_t delta_slots;     /* alternative to delta_pages: room for this many one-plane variants */
     /* Progress while weights load; may be NULL. */
     void (*progress)(void *ctx, uint64_t done_bytes, uint64_t total_bytes);
@@ -37,6 +37,13 @@ uint32_t bd_model_max_len(const bd_model *model);
 uint32_t bd_model_kv_block_count(const bd_model *model);
 uint32_t bd_model_kv_block_tokens(const bd_model *model);
 const bd_memory_plan *bd_model_memory(const bd_model *model);
+
+uint32_t bd_model_page_count(const bd_model *model); /* delta pages in the backend's arena */
+
+/* The memory a model of this config would take, without opening one (options->dir is not read). BD_E_LIMIT with the
+ * arithmetic in the message when it does not fit; *plan is filled even then. */
+BD_MUST_CHECK bd_status bd_model_plan(const bd_model_options *options, const bd_model_config *config,
+                                      bd_memory_plan *plan, bd_error *err);
 
 /* Called before a layer's first operator when some overlay of the step is still loading; returns when the layer is
  * ready or its segment has been voided. index 0 = embedding, 1 + l = layer l, 1 + layers = final norm and head. */

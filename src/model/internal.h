@@ -1,0 +1,39 @@
+/* internal.h - the model object, shared by the files of the model room. */
+#ifndef BITDELTA_SRC_MODEL_INTERNAL_H
+#define BITDELTA_SRC_MODEL_INTERNAL_H
+
+#include <pthread.h>
+
+#include "bitdelta/model/model.h"
+#include "rope.h"
+
+typedef struct bd_rope_slot { /* one rope table of the backend */
+    uint32_t references;      /* overlays that use it; slot 0 belongs to the base */
+    float scale;
+    float inv_freq[BD_ROTARY_DIM_MAX / 2];
+} bd_rope_slot;
+
+struct bd_model {
+    const bd_backend_ops *ops;
+    bd_model_config config;
+    bd_backend_options backend_options;
+    bd_memory_plan memory;
+    bd_checkpoint *checkpoint; /* stays mapped: the backend may keep pointers into it */
+    bd_backend *backend;
+    char fingerprint[65];
+    pthread_mutex_t rope_lock;
+    bd_rope_slot *rope_slots; /* guarded by rope_lock; [backend_options.rope_tables_max] */
+};
+
+/* Fills the backend's options and plan from the model's; refuses what does not fit. memory.c. */
+BD_MUST_CHECK bd_status bd_model_size(const bd_model_options *options,
+                                      const bd_model_config *config, bd_backend_options *backend,
+                                      bd_memory_plan *plan, bd_error *err);
+
+/* The index of a rope table with these frequencies, put when it is new; one reference. BD_E_LIMIT:
+ * no table is free. Any thread: no step reads a table before an overlay names it. */
+BD_MUST_CHECK bd_status bd_model_rope_acquire(bd_model *model, const bd_rope_config *rope,
+                                              uint32_t *table, bd_error *err);
+void bd_model_rope_release(bd_model *model, uint32_t table);
+
+#endif

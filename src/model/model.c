@@ -1,0 +1,154 @@
+/* model.c - opening a base model: config, names, memory, then the weights into the backend. See
+ * model.h. */
+#include "bitdelta/model/model.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "bitdelta/model/overlay.h"
+#include "internal.h"
+#include "weights.h"
+
+static bd_status load_weights(bd_model *model, const bd_weight_list *list,
+                              const bd_model_options *options, bd_error *err) {
+    uint64_t done = 0;
+    for (uint32_t i = 0; i < list->count; i++) {
+        const bd_weight_view view = bd_weight_item_view(&list->items[i]);
+        const bd_status s = model->ops->weight_put(model->backend, list->items[i].id, &view, err);
+        if (s != BD_OK) return s;
+        done += view.rows * view.row_stride_bytes;
+        if (options->progress) options->progress(options->progress_ctx, done, list->bytes);
+    }
+    return BD_OK;
+}
+
+/* Slot 0 is the base's own table. */
+static bd_status put_base_rope(bd_model *model, bd_error *err) {
+    uint32_t table;
+    model->rope_slots = calloc(model->backend_options.rope_tables_max, sizeof *model->rope_slots);
+    if (!model->rope_slots) return bd_fail(err, BD_E_MEMORY, NULL, "no memory for rope tables");
+    const bd_status s = bd_model_rope_acquire(model, &model->config.rope, &table, err);
+    BD_ASSERT(s != BD_OK || table == 0);
+    return s;
+}
+
+bd_status bd_model_open(const bd_model_options *options, bd_model **out, bd_error *err) {
+    bd_weight_list list = {0};
+    *out = NULL;
+    bd_model *model = calloc(1, sizeof *model);
+    if (!model) return bd_fail(err, BD_E_MEMORY, NULL, "no memory for the model");
+    model->ops = options->ops;
+    const int rc = pthread_mutex_init(&model->rope_lock, NULL);
+    if (rc != 0) {
+        free(model);
+        return bd_fail_errno(err, BD_E_MEMORY, NULL, rc, "mutex");
+    }
+    bd_status s = bd_model_config_read(options->dir, &model->config, err);
+    if (s == BD_OK) s = bd_checkpoint_open(options->dir, &model->checkpoint, err);
+    if (s == BD_OK) s = bd_weight_list_create(&model->config, model->checkpoint, &list, err);
+    if (s == BD_OK)
+        s = bd_model_size(options, &model->config, &model->backend_options, &model->memory, err);
+    if (s == BD_OK) s = bd_checkpoint_fingerprint(model->checkpoint, model->fingerprint, err);
+    if (s == BD_OK) s = model->ops->open(&model->backend_options, &model->backend, err);
+    if (s == BD_OK) s = put_base_rope(model, err);
+    if (s == BD_OK) s = load_weights(model, &list, options, err);
+    bd_weight_list_destroy(&list);
+    if (s != BD_OK) {
+        bd_model_close(model);
+        return s;
+    }
+    *out = model;
+    return BD_OK;
+}
+
+void bd_model_close(bd_model *model) {
+    if (!model) return;
+    if (model->backend) model->ops->close(model->backend);
+    if (model->checkpoint) bd_checkpoint_close(model->checkpoint);
+    free(model->rope_slots);
+    pthread_mutex_destroy(&model->rope_lock);
+    free(model);
+}
+
+bd_status bd_model_plan(const bd_model_options *options, const bd_model_config *config,
+                        bd_memory_plan *plan, bd_error *err) {
+    bd_backend_options backend;
+    *plan = (bd_memory_plan){0};
+    return bd_model_size(options, config, &backend, plan, err);
+}
+
+const bd_model_config *bd_model_config_of(const bd_model *model) {
+    return &model->config;
+}
+const char *bd_model_fingerprint(const bd_model *model) {
+    return model->fingerprint;
+}
+const bd_backend_ops *bd_model_ops(const bd_model *model) {
+    return model->ops;
+}
+bd_backend *bd_model_backend(const bd_model *model) {
+    return model->backend;
+}
+uint32_t bd_model_max_len(const bd_model *model) {
+    return model->backend_options.max_model_len;
+}
+uint32_t bd_model_kv_block_count(const bd_model *model) {
+    return model->backend_options.kv_block_count;
+}
+uint32_t bd_model_kv_block_tokens(const bd_model *model) {
+    return model->backend_options.kv_block_tokens;
+}
+const bd_memory_plan *bd_model_memory(const bd_model *model) {
+    return &model->memory;
+}
+
+uint32_t bd_model_page_count(const bd_model *model) {
+    return (uint32_t)(model->backend_options.delta_bytes /
+                      bd_overlay_page_bytes(&model->config, model->ops));
+}
+
+/* The slot with these frequencies, else a free one, else rope_tables_max. */
+static uint32_t find_slot(const bd_model *model, const float *inv_freq, size_t bytes, float scale) {
+    const uint32_t count = model->backend_options.rope_tables_max;
+    uint32_t unused = count;
+    for (uint32_t i = 0; i < count; i++) {
+        const bd_rope_slot *slot = &model->rope_slots[i];
+        if (slot->references == 0) {
+            if (unused == count) unused = i;
+        } else if (slot->scale == scale && memcmp(slot->inv_freq, inv_freq, bytes) == 0) {
+            return i;
+        }
+    }
+    return unused;
+}
+
+bd_status bd_model_rope_acquire(bd_model *model, const bd_rope_config *rope, uint32_t *table,
+                                bd_error *err) {
+    float inv_freq[BD_ROTARY_DIM_MAX / 2], scale;
+    bd_status s = bd_rope_table(rope, inv_freq, &scale, err);
+    if (s != BD_OK) return s;
+    const size_t bytes = rope->rotary_dim / 2 * sizeof *inv_freq;
+    pthread_mutex_lock(&model->rope_lock);
+    const uint32_t index = find_slot(model, inv_freq, bytes, scale);
+    if (index == model->backend_options.rope_tables_max) {
+        s = bd_fail(err, BD_E_LIMIT, "rope_scaling", "all %u rope tables are in use", index);
+    } else if (model->rope_slots[index].references == 0) {
+        s = model->ops->rope_table_put(model->backend, index, inv_freq, scale, err);
+    }
+    if (s == BD_OK) {
+        bd_rope_slot *slot = &model->rope_slots[index];
+        slot->references++;
+        slot->scale = scale;
+        memcpy(slot->inv_freq, inv_freq, bytes);
+        *table = index;
+    }
+    pthread_mutex_unlock(&model->rope_lock);
+    return s;
+}
+
+void bd_model_rope_release(bd_model *model, uint32_t table) {
+    pthread_mutex_lock(&model->rope_lock);
+    BD_ASSERT(model->rope_slots[table].references > 0);
+    model->rope_slots[table].references--;
+    pthread_mutex_unlock(&model->rope_lock);
+}

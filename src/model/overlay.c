@@ -1,0 +1,128 @@
+/* overlay.c - the host structure that tells operators where a variant's bits, scales, norms and
+ * biases are. See overlay.h. One allocation holds the overlay and all its tables. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "bitdelta/base/file.h"
+#include "internal.h"
+#include "overlay_internal.h"
+
+typedef struct overlay_box {
+    bd_overlay overlay; /* first: what callers hold */
+    bd_model *model;
+    bd_overlay_linear *linears;      /* [layer][BD_LINEAR_COUNT] */
+    bd_overlay_linear *embed, *head; /* [block]; the same for tied models */
+    const float **norms;             /* [layers + 1][BD_NORM_COUNT] */
+    bool rope_held;
+} overlay_box;
+
+static bd_status box_create(bd_model *model, const bd_layout *layout, overlay_box **out,
+                            bd_error *err) {
+    const bd_model_config *config = &model->config;
+    const size_t linears = (size_t)config->layers * BD_LINEAR_COUNT;
+    const size_t tables = (size_t)layout->block_count * (config->tied ? 1 : 2);
+    const size_t norms = ((size_t)config->layers + 1) * BD_NORM_COUNT;
+    overlay_box *box = calloc(1, sizeof *box + (linears + tables) * sizeof *box->linears +
+                                     norms * sizeof *box->norms);
+    if (!box) return bd_fail(err, BD_E_MEMORY, NULL, "no memory for an overlay");
+    box->model = model;
+    box->linears = (bd_overlay_linear *)(box + 1);
+    box->embed = box->linears + linears;
+    box->head = config->tied ? box->embed : box->embed + layout->block_count;
+    box->norms = (const float **)(box->linears + linears + tables);
+    box->overlay = (bd_overlay){
+        .vocab = config->vocab,
+        .window_tokens = config->window_tokens,
+        .linears = box->linears,
+        .block_rows = layout->block_rows,
+        .block_count = layout->block_count,
+        .embed = box->embed,
+        .head = box->head,
+        .norms = box->norms,
+    };
+    *out = box;
+    return BD_OK;
+}
+
+static bd_overlay_linear *linear_of(overlay_box *box, const bd_piece_target *target) {
+    if (target->id.kind == BD_WEIGHT_EMBED) return &box->embed[target->block];
+    if (target->id.kind == BD_WEIGHT_HEAD) return &box->head[target->block];
+    return &box->linears[(size_t)target->id.layer * BD_LINEAR_COUNT + target->id.which];
+}
+
+static void point(overlay_box *box, const bd_piece_target *target, const uint8_t *at) {
+    const float *vector = (const float *)(const void *)at; /* parts are 64-byte aligned */
+    if (target->id.kind == BD_WEIGHT_NORM) {
+        box->norms[(size_t)target->id.layer * BD_NORM_COUNT + target->id.which] = vector;
+        return;
+    }
+    bd_overlay_linear *linear = linear_of(box, target);
+    if (target->id.kind == BD_WEIGHT_BIAS) {
+        linear->bias = vector;
+    } else if (target->scale) {
+        linear->planes[target->plane].scale = vector;
+    } else {
+        linear->planes[target->plane].bits = at;
+        if (linear->plane_count <= target->plane)
+            linear->plane_count = (uint8_t)(target->plane + 1);
+    }
+}
+
+/* What a variant's own config.json changes. */
+static bd_status apply_config(overlay_box *box, const bd_delta *delta, bd_error *err) {
+    const bd_model_config *base = &box->model->config;
+    char path[1200];
+    bd_model_config own;
+    bd_status s = bd_path_join(path, sizeof path, delta->dir, "config.json", err);
+    if (s != BD_OK || !bd_file_exists(path)) return s;
+    s = bd_model_config_read_variant(delta->dir, base, &own, err);
+    if (s != BD_OK) return s;
+    if (own.vocab > base->vocab) {
+        return bd_fail(err, BD_E_UNSUPPORTED, "vocab_size",
+                       "%s: vocab_size %u is more than the base's %u", path, own.vocab,
+                       base->vocab);
+    }
+    if (own.window_tokens != 0 && base->window_tokens == 0) {
+        return bd_fail(err, BD_E_UNSUPPORTED, "sliding_window",
+                       "%s: a sliding window of %u where the base has none", path,
+                       own.window_tokens);
+    }
+    if (own.rope.rotary_dim != base->rope.rotary_dim) {
+        return bd_fail(err, BD_E_UNSUPPORTED, "partial_rotary_factor",
+                       "%s: another rotary dimension than the base's", path);
+    }
+    box->overlay.vocab = own.vocab;
+    box->overlay.window_tokens = own.window_tokens;
+    s = bd_model_rope_acquire(box->model, &own.rope, &box->overlay.rope_table, err);
+    box->rope_held = s == BD_OK;
+    return s;
+}
+
+bd_status bd_overlay_create(bd_model *model, const bd_delta *delta, const bd_overlay_plan *plan,
+                            void *const *pages, bd_overlay **out, bd_error *err) {
+    const bd_plan_storage *storage = plan->storage;
+    overlay_box *box;
+    *out = NULL;
+    bd_status s = box_create(model, &storage->layout, &box, err);
+    if (s != BD_OK) return s;
+    memcpy(box->overlay.digest, delta->digest, sizeof box->overlay.digest);
+    for (uint32_t i = 0; i < plan->piece_count; i++) {
+        const bd_overlay_piece *piece = &plan->pieces[i];
+        const uint8_t *page = pages[piece->page];
+        point(box, &storage->targets[i], page + piece->page_offset_bytes);
+    }
+    s = apply_config(box, delta, err);
+    if (s != BD_OK) {
+        free(box);
+        return s;
+    }
+    *out = &box->overlay;
+    return BD_OK;
+}
+
+void bd_overlay_destroy(bd_overlay *overlay) {
+    if (!overlay) return;
+    overlay_box *box = (overlay_box *)overlay;
+    if (box->rope_held) bd_model_rope_release(box->model, box->overlay.rope_table);
+    free(box);
+}

@@ -1,0 +1,151 @@
+/* overlay_feed.c - a delta file's bytes, in pieces of any size, into pages. See overlay.h.
+ * Owner: the loader thread of a load; it may run beside steps, which do not read these pages yet.
+ */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "internal.h"
+#include "overlay_internal.h"
+
+enum { FLOATS_AT_ONCE = 1024 };
+
+struct bd_overlay_feed {
+    bd_model *model;
+    const bd_overlay_plan *plan; /* borrowed, as are the pages */
+    void *const *pages;
+    uint32_t at;         /* piece being filled */
+    uint64_t done_bytes; /* of it, carry included */
+    uint32_t carry_bytes;
+    uint8_t *carry; /* a row or value whose end has not come yet */
+    uint32_t *left; /* [ready_count] pieces not complete */
+    uint32_t ready;
+};
+
+static uint64_t unit_bytes(const bd_overlay_piece *piece) {
+    return piece->kind == BD_PIECE_BITS ? piece->row_bytes : bd_dtype_bytes(piece->dtype);
+}
+
+bd_status bd_overlay_feed_create(bd_model *model, const bd_overlay_plan *plan, void *const *pages,
+                                 bd_overlay_feed **out, bd_error *err) {
+    uint64_t unit_max = sizeof(float);
+    *out = NULL;
+    for (uint32_t i = 0; i < plan->piece_count; i++) {
+        if (unit_bytes(&plan->pieces[i]) > unit_max) unit_max = unit_bytes(&plan->pieces[i]);
+    }
+    bd_overlay_feed *feed =
+        calloc(1, sizeof *feed + plan->ready_count * sizeof *feed->left + unit_max);
+    if (!feed) return bd_fail(err, BD_E_MEMORY, NULL, "no memory to load a delta");
+    feed->model = model;
+    feed->plan = plan;
+    feed->pages = pages;
+    feed->left = (uint32_t *)(feed + 1);
+    feed->carry = (uint8_t *)(feed->left + plan->ready_count);
+    for (uint32_t i = 0; i < plan->piece_count; i++)
+        feed->left[plan->pieces[i].ready_index]++;
+    while (feed->ready < plan->ready_count && feed->left[feed->ready] == 0)
+        feed->ready++;
+    *out = feed;
+    return BD_OK;
+}
+
+/* `count` values of the piece, from value `first` on. */
+static bd_status put_floats(bd_overlay_feed *feed, const bd_overlay_piece *piece, uint64_t first,
+                            const uint8_t *data, uint64_t count, bd_error *err) {
+    const bd_backend_ops *ops = feed->model->ops;
+    uint8_t *dst = (uint8_t *)feed->pages[piece->page] + piece->page_offset_bytes;
+    float values[FLOATS_AT_ONCE];
+    const bd_tensor source = {.dtype = piece->dtype, .rank = 1, .shape = {count}, .data = data};
+    for (uint64_t at = 0; at < count;) {
+        const uint64_t n = count - at < FLOATS_AT_ONCE ? count - at : FLOATS_AT_ONCE;
+        bd_tensor_to_f32(&source, at, n, values);
+        for (uint64_t i = 0; i < n; i++) {
+            if (!isfinite(values[i])) {
+                return bd_fail(err, BD_E_FORMAT, piece->tensor, "value %llu of %s is not finite",
+                               (unsigned long long)(first + at + i), piece->tensor);
+            }
+        }
+        const bd_status s = ops->vector_put(feed->model->backend, dst, first + at, values, n, err);
+        if (s != BD_OK) return s;
+        at += n;
+    }
+    return BD_OK;
+}
+
+static bd_status put_units(bd_overlay_feed *feed, const bd_overlay_piece *piece, uint64_t first,
+                           const uint8_t *data, uint64_t count, bd_error *err) {
+    if (count == 0) return BD_OK;
+    if (piece->kind == BD_PIECE_FLOATS) return put_floats(feed, piece, first, data, count, err);
+    uint8_t *dst = (uint8_t *)feed->pages[piece->page] + piece->page_offset_bytes;
+    return feed->model->ops->plane_put(feed->model->backend, dst, piece->n, piece->k,
+                                       (uint32_t)first, (uint32_t)count, data, piece->row_bytes,
+                                       err);
+}
+
+/* The next `bytes` bytes of the piece: finish the cut unit, put whole ones, keep the rest. */
+static bd_status put_bytes(bd_overlay_feed *feed, const bd_overlay_piece *piece,
+                           const uint8_t *data, uint64_t bytes, bd_error *err) {
+    const uint64_t unit = unit_bytes(piece);
+    uint64_t first = feed->done_bytes / unit;
+    feed->done_bytes += bytes;
+    if (feed->carry_bytes > 0) {
+        const uint64_t wanted = unit - feed->carry_bytes, n = bytes < wanted ? bytes : wanted;
+        memcpy(feed->carry + feed->carry_bytes, data, (size_t)n);
+        feed->carry_bytes += (uint32_t)n;
+        data += n;
+        bytes -= n;
+        if (feed->carry_bytes < unit) return BD_OK;
+        feed->carry_bytes = 0;
+        const bd_status s = put_units(feed, piece, first++, feed->carry, 1, err);
+        if (s != BD_OK) return s;
+    }
+    const uint64_t whole = bytes / unit;
+    const bd_status s = put_units(feed, piece, first, data, whole, err);
+    if (s != BD_OK) return s;
+    feed->carry_bytes = (uint32_t)(bytes - whole * unit);
+    memcpy(feed->carry, data + whole * unit, feed->carry_bytes);
+    return BD_OK;
+}
+
+static bd_status finish_piece(bd_overlay_feed *feed, const bd_overlay_piece *piece, bd_error *err) {
+    const bd_backend_ops *ops = feed->model->ops;
+    BD_ASSERT(feed->carry_bytes == 0 && feed->left[piece->ready_index] > 0);
+    feed->at++;
+    feed->done_bytes = 0;
+    if (--feed->left[piece->ready_index] > 0 || piece->ready_index != feed->ready) return BD_OK;
+    if (ops->put_flush) {
+        const bd_status s = ops->put_flush(feed->model->backend, err);
+        if (s != BD_OK) return s;
+    }
+    while (feed->ready < feed->plan->ready_count && feed->left[feed->ready] == 0)
+        feed->ready++;
+    return BD_OK;
+}
+
+bd_status bd_overlay_feed_bytes(bd_overlay_feed *feed, uint32_t file_index, uint64_t from,
+                                const uint8_t *data, uint64_t bytes, bd_error *err) {
+    while (feed->at < feed->plan->piece_count) {
+        const bd_overlay_piece *piece = &feed->plan->pieces[feed->at];
+        const uint64_t start = piece->offset_bytes + feed->done_bytes,
+                       end = piece->offset_bytes + piece->bytes;
+        if (piece->file_index > file_index) return BD_OK;
+        if (piece->file_index == file_index && start >= from + bytes) return BD_OK;
+        if (piece->file_index < file_index || start < from) {
+            return bd_fail(err, BD_E_INTERNAL, piece->tensor,
+                           "bytes of %s were passed over while loading", piece->tensor);
+        }
+        const uint64_t until = end < from + bytes ? end : from + bytes;
+        bd_status s = put_bytes(feed, piece, data + (start - from), until - start, err);
+        if (s == BD_OK && until == end) s = finish_piece(feed, piece, err);
+        if (s != BD_OK) return s;
+    }
+    return BD_OK;
+}
+
+uint32_t bd_overlay_feed_ready(const bd_overlay_feed *feed) {
+    return feed->ready;
+}
+
+void bd_overlay_feed_destroy(bd_overlay_feed *feed) {
+    free(feed);
+}
