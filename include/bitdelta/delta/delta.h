@@ -17,7 +17,8 @@ typedef struct bd_delta_entry { /* one tensor of the model that the variant chan
     const char *name;           /* canonical, e.g. model.layers.0.self_attn.q_proj.weight */
     bd_delta_kind kind;
     uint32_t rank;
-    uint64_t shape[BD_TENSOR_RANK_MAX]; /* of the weight, not of the packed bits */
+    uint64_t shape[BD_TENSOR_RANK_MAX]; /* of the base's weight, not of the packed bits */
+    uint64_t extra_rows; /* rows beyond the base's vocabulary, in <name>.extra BF16; usually 0 */
 } bd_delta_entry;
 
 typedef struct bd_delta_file {
@@ -61,10 +62,20 @@ BD_MUST_CHECK bd_status bd_delta_check_chunk(const bd_delta *delta, uint32_t fil
 /* Plane names: <name>.sign, <name>.scale, <name>.sign1, <name>.scale1, ... into out. */
 void bd_delta_plane_name(char *out, size_t out_bytes, const char *name, bool sign, uint32_t plane);
 
+/* "shard-00-of-01.safetensors" */
+void bd_delta_file_name(char *out, size_t out_bytes, uint32_t index, uint32_t shard_count);
+
+/* Size, sha256 and chunk sums of a finished file, for the manifest. *chunks is malloc'ed and borrowed by out. */
+BD_MUST_CHECK bd_status bd_delta_hash_file(const char *path, bd_delta_file *out, uint64_t **chunks,
+                                           bd_error *err);
+
 /* What a writer must know to write delta.json; files are hashed by the writer. */
 BD_MUST_CHECK bd_status bd_delta_write_manifest(const bd_delta *delta, bd_error *err);
 
-/* The codec (one row): sign bits and scale of delta = tuned - base; sums in float64 (bit-exact, order-free). */
+/* The codec. cols is a multiple of 8. One plane of one row: bit j of byte b says values[8b + j] >= 0; returns the
+ * float64 sum of |values|, which is NaN or infinite if and only if a value is. */
+double bd_delta_pack_row(const float *values, uint64_t cols, uint8_t *bits);
+/* One row, one plane: sign bits and scale of delta = tuned - base. */
 float bd_delta_encode_row(const float *base, const float *tuned, uint64_t cols, uint8_t *bits);
 
 #endif
