@@ -1,0 +1,205 @@
+/* cpu_kernels_avx2.c - the inner loops with AVX2, FMA and F16C, compiled for any x86-64 and used where the machine has
+ * them. Every (output, row) pair has one eight-lane accumulator that runs over k in order, whatever the blocking, so a
+ * row's product does not depend on how many rows share the pass. Threads: any. */
+#include "cpu.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#include <string.h>
+
+#define AVX2 __attribute__((target("avx2,fma,f16c")))
+#define INLINE AVX2 __attribute__((always_inline)) static inline
+#ifdef __clang__
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
+INLINE float lane_sum(__m256 v) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+
+INLINE __m256 load8(const uint8_t *w, uint32_t k, bd_dtype dtype) {
+    if (dtype == BD_DTYPE_F32) return _mm256_loadu_ps((const float *)(const void *)(w + 4 * (size_t)k));
+    const __m128i half = _mm_loadu_si128((const __m128i *)(const void *)(w + 2 * (size_t)k));
+    if (dtype == BD_DTYPE_F16) return _mm256_cvtph_ps(half);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+
+/* NW outputs times R rows; constants after inlining. */
+INLINE void dot_block(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, uint32_t r, const uint32_t NW,
+                      const uint32_t R) {
+    __m256 acc[4][4];
+    const uint8_t *w[4];
+    const float *x[4];
+    UNROLL for (uint32_t a = 0; a < NW; a++) {
+        w[a] = dot->w + (i + a) * dot->stride_bytes;
+        UNROLL for (uint32_t b = 0; b < R; b++) acc[a][b] = _mm256_setzero_ps();
+    }
+    UNROLL for (uint32_t b = 0; b < R; b++) x[b] = dot->x[r + b];
+    const uint32_t count = dot->k;
+    for (uint32_t k = 0; k < count; k += 8) {
+        __m256 xs[4];
+        UNROLL for (uint32_t b = 0; b < R; b++) xs[b] = _mm256_loadu_ps(x[b] + k);
+        UNROLL for (uint32_t a = 0; a < NW; a++) {
+            const __m256 wide = load8(w[a], k, dtype);
+            UNROLL for (uint32_t b = 0; b < R; b++) acc[a][b] = _mm256_fmadd_ps(xs[b], wide, acc[a][b]);
+        }
+    }
+    UNROLL for (uint32_t b = 0; b < R; b++) {
+        UNROLL for (uint32_t a = 0; a < NW; a++) dot->y[r + b][i + a] = lane_sum(acc[a][b]);
+    }
+}
+
+/* Weights pass through the cache once: all rows visit a few outputs before the next few are read. */
+INLINE void dot_rows(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, const uint32_t NW) {
+    uint32_t r = 0;
+    for (; r + 4 <= dot->rows && (dot->rows - r) % 3 != 0; r += 4) {
+        if (NW == 4) {
+            dot_block(dot, dtype, i, r, 2, 4);
+            dot_block(dot, dtype, i + 2, r, 2, 4);
+        } else {
+            dot_block(dot, dtype, i, r, NW, 4);
+        }
+    }
+    for (; r + 3 <= dot->rows; r += 3) dot_block(dot, dtype, i, r, NW, 3);
+    if (dot->rows - r == 2) dot_block(dot, dtype, i, r, NW, 2);
+    if (dot->rows - r == 1) dot_block(dot, dtype, i, r, NW, 1);
+}
+
+INLINE void dot_all(const bd_cpu_dot *dot, bd_dtype dtype) {
+    uint32_t i = 0;
+    for (; i + 4 <= dot->n; i += 4) dot_rows(dot, dtype, i, 4);
+    for (; i < dot->n; i++) dot_rows(dot, dtype, i, 1);
+}
+
+AVX2 static void avx2_dot_f32(const bd_cpu_dot *dot) { dot_all(dot, BD_DTYPE_F32); }
+AVX2 static void avx2_dot_bf16(const bd_cpu_dot *dot) { dot_all(dot, BD_DTYPE_BF16); }
+AVX2 static void avx2_dot_f16(const bd_cpu_dot *dot) { dot_all(dot, BD_DTYPE_F16); }
+
+/* Bits 8 group .. 8 group + 7 of the word, each moved to the top of its lane. */
+INLINE __m256 sign_mask(uint32_t word, uint32_t group) {
+    const __m256i lanes = _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24);
+    const __m256i shift = _mm256_sub_epi32(lanes, _mm256_set1_epi32((int)(8 * group)));
+    const __m256i bits = _mm256_sllv_epi32(_mm256_set1_epi32((int)word), shift);
+    return _mm256_and_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(-0.0f));
+}
+
+INLINE uint32_t load_word(const uint8_t *bits, uint32_t k) {
+    uint32_t word;
+    memcpy(&word, bits + k / 32u * 4u, sizeof word);
+    return word;
+}
+
+INLINE void sign_block(const bd_cpu_dot *dot, uint32_t i, uint32_t r, const uint32_t NW, const uint32_t R) {
+    __m256 acc[4][4];
+    const uint8_t *w[4];
+    const float *x[4];
+    UNROLL for (uint32_t a = 0; a < NW; a++) {
+        w[a] = dot->w + (i + a) * dot->stride_bytes;
+        UNROLL for (uint32_t b = 0; b < R; b++) acc[a][b] = _mm256_setzero_ps();
+    }
+    UNROLL for (uint32_t b = 0; b < R; b++) x[b] = dot->x[r + b];
+    const uint32_t count = dot->k, whole = count / 32u * 32u;
+    for (uint32_t k = 0; k < count; k += 32) {
+        uint32_t words[4];
+        UNROLL for (uint32_t a = 0; a < NW; a++) words[a] = load_word(w[a], k);
+        const uint32_t groups = k < whole ? 4 : (count - k) / 8u;
+        for (uint32_t g = 0; g < groups; g++) {
+            __m256 xs[4];
+            UNROLL for (uint32_t b = 0; b < R; b++) xs[b] = _mm256_loadu_ps(x[b] + k + 8 * g);
+            UNROLL for (uint32_t a = 0; a < NW; a++) {
+                const __m256 mask = sign_mask(words[a], g);
+                UNROLL for (uint32_t b = 0; b < R; b++) {
+                    acc[a][b] = _mm256_add_ps(acc[a][b], _mm256_xor_ps(xs[b], mask));
+                }
+            }
+        }
+    }
+    UNROLL for (uint32_t b = 0; b < R; b++) {
+        UNROLL for (uint32_t a = 0; a < NW; a++) dot->y[r + b][i + a] += dot->scale[i + a] * lane_sum(acc[a][b]);
+    }
+}
+
+INLINE void sign_rows(const bd_cpu_dot *dot, uint32_t i, const uint32_t NW) {
+    uint32_t r = 0;
+    for (; r + 2 <= dot->rows; r += 2) sign_block(dot, i, r, NW, 2);
+    if (r < dot->rows) sign_block(dot, i, r, NW, 1);
+}
+
+AVX2 static void avx2_sign_dot(const bd_cpu_dot *dot) {
+    uint32_t i = 0;
+    for (; i + 4 <= dot->n; i += 4) sign_rows(dot, i, 4);
+    for (; i < dot->n; i++) sign_rows(dot, i, 1);
+}
+
+AVX2 static void avx2_to_f32(float *dst, const uint8_t *src, bd_dtype dtype, uint32_t count) {
+    if (dtype == BD_DTYPE_F32) {
+        memcpy(dst, src, (size_t)count * sizeof *dst);
+    } else if (dtype == BD_DTYPE_BF16) {
+        for (uint32_t i = 0; i < count; i += 8) _mm256_storeu_ps(dst + i, load8(src, i, BD_DTYPE_BF16));
+    } else {
+        for (uint32_t i = 0; i < count; i += 8) _mm256_storeu_ps(dst + i, load8(src, i, BD_DTYPE_F16));
+    }
+}
+
+AVX2 static void avx2_add_signs(float *dst, const float *src, const uint8_t *bits, uint32_t count, float scale) {
+    const __m256 wide = _mm256_set1_ps(scale);
+    for (uint32_t k = 0; k < count; k += 32) {
+        const uint32_t word = load_word(bits, k);
+        const uint32_t groups = count - k >= 32 ? 4 : (count - k) / 8u;
+        for (uint32_t g = 0; g < groups; g++) {
+            const uint32_t at = k + 8 * g;
+            const __m256 step = _mm256_xor_ps(wide, sign_mask(word, g));
+            _mm256_storeu_ps(dst + at, _mm256_add_ps(_mm256_loadu_ps(src + at), step));
+        }
+    }
+}
+
+INLINE void weighted_block(float *acc, const float *p, const float *v, uint32_t tokens, uint32_t dim,
+                           const uint32_t Q) {
+    for (uint32_t d = 0; d < dim; d += 8) {
+        __m256 sums[4];
+        UNROLL for (uint32_t q = 0; q < Q; q++) sums[q] = _mm256_loadu_ps(acc + q * BD_CPU_HEAD_DIM_MAX + d);
+        for (uint32_t t = 0; t < tokens; t++) {
+            const __m256 value = _mm256_loadu_ps(v + (size_t)t * dim + d);
+            UNROLL for (uint32_t q = 0; q < Q; q++) {
+                sums[q] = _mm256_fmadd_ps(_mm256_broadcast_ss(p + q * BD_CPU_KV_TILE + t), value, sums[q]);
+            }
+        }
+        UNROLL for (uint32_t q = 0; q < Q; q++) _mm256_storeu_ps(acc + q * BD_CPU_HEAD_DIM_MAX + d, sums[q]);
+    }
+}
+
+AVX2 static void avx2_weighted_sum(float *acc, const float *p, uint32_t queries, const float *v, uint32_t tokens,
+                                   uint32_t dim) {
+    uint32_t q = 0;
+    for (; q + 4 <= queries; q += 4) {
+        weighted_block(acc + q * BD_CPU_HEAD_DIM_MAX, p + q * BD_CPU_KV_TILE, v, tokens, dim, 4);
+    }
+    for (; q < queries; q++) {
+        weighted_block(acc + q * BD_CPU_HEAD_DIM_MAX, p + q * BD_CPU_KV_TILE, v, tokens, dim, 1);
+    }
+}
+
+static const bd_cpu_kernels avx2_kernels = {
+    .name = "avx2",
+    .dot = {[BD_DTYPE_F32] = avx2_dot_f32, [BD_DTYPE_BF16] = avx2_dot_bf16, [BD_DTYPE_F16] = avx2_dot_f16},
+    .sign_dot = avx2_sign_dot,
+    .to_f32 = avx2_to_f32,
+    .add_signs = avx2_add_signs,
+    .weighted_sum = avx2_weighted_sum,
+};
+
+/* Every CPU with AVX2 has F16C. */
+const bd_cpu_kernels *bd_cpu_kernels_avx2(void) {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &avx2_kernels : NULL;
+}
+
+#else
+
+const bd_cpu_kernels *bd_cpu_kernels_avx2(void) { return NULL; }
+
+#endif

@@ -1,0 +1,444 @@
+/* cpu_linear.c - y = x (W + sum of planes + LoRA)^T + bias for a whole mixed batch, in blocks of output rows.
+ *
+ * A task is a block of rows of one weight matrix and does everything for it, for all rows of the batch:
+ *   few base rows:   the weights are read once, as they are, for all rows together (dot kernels);
+ *   many base rows:  the block is expanded to float32 in cache-sized tiles, each multiplied by sgemm;
+ *   short segments:  a base product as above, then their own bits on top (sign_dot);
+ *   long segments:   tile + planes = the variant's own weights, again tile by tile into sgemm.
+ * No matrix is ever expanded as a whole. Owner: the executor thread; blocks are spread over the pool. */
+#include <cblas.h>
+#include <math.h>
+#include <string.h>
+
+#include "cpu.h"
+
+#define TARGETS_MAX 3u
+
+typedef struct target { /* one matrix of a group */
+    const bd_cpu_matrix *w;
+    const float *bias;  /* the base's, or NULL */
+    uint32_t linear;    /* index in bd_overlay.linears; UINT32_MAX: the head */
+    float *y;           /* row-major; NULL: the worker's own block (the up projection) */
+    uint32_t y_stride;
+    uint32_t first_task;
+} target;
+
+typedef struct linear_job {
+    bd_cpu *cpu;
+    const float *x; /* [rows][k] */
+    const bd_cpu_run *runs;
+    uint32_t rows, k, run_count;
+    uint32_t target_count, block_n, task_count;
+    bool gated, lora;
+    target targets[TARGETS_MAX];
+} linear_job;
+
+typedef struct block { /* of a task */
+    const linear_job *job;
+    const target *to;
+    uint32_t n0, n1;
+    float *y; /* of row 0, output n0 */
+    uint32_t y_stride, worker;
+} block;
+
+/* The piece of an overlay that covers output n: outputs [first, end), whose data start at first. */
+typedef struct part {
+    const bd_overlay_linear *linear; /* NULL: nothing but the base */
+    uint32_t first, end;
+} part;
+
+static part part_at(const target *to, const bd_overlay *overlay, uint32_t n, uint32_t n1) {
+    part piece = {NULL, 0, n1};
+    if (overlay == NULL) return piece;
+    if (to->linear != UINT32_MAX) {
+        if (overlay->linears != NULL) piece.linear = &overlay->linears[to->linear];
+        return piece;
+    }
+    if (overlay->head == NULL || overlay->block_count == 0) return piece;
+    BD_ASSERT(overlay->block_rows > 0);
+    const uint32_t index = n / overlay->block_rows;
+    if (index >= overlay->block_count) return piece;
+    piece.linear = &overlay->head[index];
+    piece.first = index * overlay->block_rows;
+    if (overlay->block_rows < n1 - piece.first) piece.end = piece.first + overlay->block_rows;
+    return piece;
+}
+
+static bool has_planes(const block *b, const bd_overlay *overlay) {
+    part piece;
+    for (uint32_t n = b->n0; n < b->n1; n = piece.end) {
+        piece = part_at(b->to, overlay, n, b->n1);
+        if (piece.linear != NULL && piece.linear->plane_count > 0) return true;
+    }
+    return false;
+}
+
+static bool is_long(const block *b, const bd_cpu_run *run) {
+    return run->count >= BD_CPU_SHORT_ROWS && has_planes(b, run->overlay);
+}
+
+static const uint8_t *matrix_row(const bd_cpu_matrix *w, uint32_t n, uint32_t k) {
+    return w->data + n * w->stride_bytes + k * bd_dtype_bytes(w->dtype);
+}
+
+/* Base product of all rows but the long runs', straight from the weights. */
+static void base_direct(const block *b) {
+    const linear_job *job = b->job;
+    const float *x[BD_CPU_DIRECT_ROWS];
+    float *y[BD_CPU_DIRECT_ROWS];
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < job->run_count; i++) {
+        const bd_cpu_run *run = &job->runs[i];
+        if (is_long(b, run)) continue;
+        for (uint32_t r = run->first; r < run->first + run->count; r++) {
+            BD_ASSERT(count < BD_CPU_DIRECT_ROWS);
+            x[count] = job->x + (size_t)r * job->k;
+            y[count++] = b->y + (size_t)r * b->y_stride;
+        }
+    }
+    const bd_cpu_matrix *w = b->to->w;
+    job->cpu->kernels->dot[w->dtype](&(bd_cpu_dot){.x = x, .y = y, .rows = count, .n = b->n1 - b->n0, .k = job->k,
+                                                   .w = matrix_row(w, b->n0, 0),
+                                                   .stride_bytes = w->stride_bytes});
+}
+
+static void tile_multiply(const block *b, const float *tile, uint32_t first_row, uint32_t rows, uint32_t k0,
+                          uint32_t depth) {
+    const linear_job *job = b->job;
+    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, (int)rows, (int)(b->n1 - b->n0), (int)depth, 1.0f,
+                job->x + (size_t)first_row * job->k + k0, (int)job->k, tile, (int)depth, k0 == 0 ? 0.0f : 1.0f,
+                b->y + (size_t)first_row * b->y_stride, (int)b->y_stride);
+}
+
+/* out = tile + the overlay's planes, for the tile at depth k0; out == tile is fine. */
+static void tile_add_planes(const block *b, const bd_overlay *overlay, float *out, const float *tile, uint32_t k0,
+                            uint32_t depth) {
+    const bd_cpu_kernels *kernels = b->job->cpu->kernels;
+    const size_t stride = bd_cpu_plane_stride(b->job->k);
+    part piece;
+    for (uint32_t n = b->n0; n < b->n1; n = piece.end) {
+        piece = part_at(b->to, overlay, n, b->n1);
+        const uint32_t planes = piece.linear != NULL ? piece.linear->plane_count : 0;
+        for (uint32_t i = n; i < piece.end; i++) {
+            const float *from = tile + (size_t)(i - b->n0) * depth;
+            float *row = out + (size_t)(i - b->n0) * depth;
+            if (planes == 0 && row != from) memcpy(row, from, depth * sizeof *row);
+            for (uint32_t p = 0; p < planes; p++) {
+                const bd_plane *plane = &piece.linear->planes[p];
+                const uint8_t *bits = (const uint8_t *)plane->bits + (i - piece.first) * stride + k0 / 8u;
+                kernels->add_signs(row, p == 0 ? from : row, bits, depth, plane->scale[i - piece.first]);
+            }
+        }
+    }
+}
+
+/* Neighbouring runs that need only the base go into one sgemm. Returns the index after them. */
+static uint32_t multiply_shared(const block *b, const float *tile, uint32_t i, uint32_t k0, uint32_t depth) {
+    const linear_job *job = b->job;
+    const uint32_t first = job->runs[i].first;
+    uint32_t rows = 0;
+    for (; i < job->run_count && !is_long(b, &job->runs[i]); i++) rows += job->runs[i].count;
+    tile_multiply(b, tile, first, rows, k0, depth);
+    return i;
+}
+
+static void base_and_long_tiled(const block *b, bool shared) {
+    const linear_job *job = b->job;
+    const bd_cpu_matrix *w = b->to->w;
+    float *tile = bd_cpu_row(job->cpu, BD_CPU_TILES, b->worker, 2 * bd_cpu_tile_floats());
+    /* One run alone needs no copy of the base tile. */
+    float *own = job->run_count == 1 ? tile : tile + bd_cpu_tile_floats();
+    for (uint32_t k0 = 0; k0 < job->k; k0 += BD_CPU_TILE_K) {
+        const uint32_t depth = job->k - k0 < BD_CPU_TILE_K ? job->k - k0 : BD_CPU_TILE_K;
+        for (uint32_t n = b->n0; n < b->n1; n++) {
+            job->cpu->kernels->to_f32(tile + (size_t)(n - b->n0) * depth, matrix_row(w, n, k0), w->dtype, depth);
+        }
+        for (uint32_t i = 0; i < job->run_count;) {
+            const bd_cpu_run *run = &job->runs[i];
+            if (is_long(b, run)) {
+                tile_add_planes(b, run->overlay, own, tile, k0, depth);
+                tile_multiply(b, own, run->first, run->count, k0, depth);
+                i++;
+            } else if (shared) {
+                i = multiply_shared(b, tile, i, k0, depth);
+            } else {
+                i++;
+            }
+        }
+    }
+}
+
+static void add_short_signs(const block *b, const bd_cpu_run *run) {
+    const linear_job *job = b->job;
+    const float *x[BD_CPU_SHORT_ROWS];
+    float *y[BD_CPU_SHORT_ROWS];
+    part piece;
+    for (uint32_t n = b->n0; n < b->n1; n = piece.end) {
+        piece = part_at(b->to, run->overlay, n, b->n1);
+        const uint32_t planes = piece.linear != NULL ? piece.linear->plane_count : 0;
+        for (uint32_t r = 0; r < run->count && planes > 0; r++) {
+            x[r] = job->x + (size_t)(run->first + r) * job->k;
+            y[r] = b->y + (size_t)(run->first + r) * b->y_stride + (n - b->n0);
+        }
+        for (uint32_t p = 0; p < planes; p++) {
+            const bd_plane *plane = &piece.linear->planes[p];
+            const size_t stride = bd_cpu_plane_stride(job->k);
+            job->cpu->kernels->sign_dot(&(bd_cpu_dot){
+                .x = x, .y = y, .rows = run->count, .n = piece.end - n, .k = job->k, .stride_bytes = stride,
+                .w = (const uint8_t *)plane->bits + (n - piece.first) * stride,
+                .scale = plane->scale + (n - piece.first)});
+        }
+    }
+}
+
+static float *lora_row(const linear_job *job, uint32_t row, const target *to) {
+    return bd_cpu_row(job->cpu, BD_CPU_LORA, row, TARGETS_MAX * BD_CPU_LORA_RANK_MAX) +
+           (size_t)(to - job->targets) * BD_CPU_LORA_RANK_MAX;
+}
+
+static void add_lora(const block *b, const bd_cpu_run *run, const part *piece, uint32_t n) {
+    const linear_job *job = b->job;
+    const bd_overlay_linear *linear = piece->linear;
+    const uint32_t rank = linear->lora_rank, count = piece->end - n;
+    const float *weights = linear->lora_b + (size_t)(n - piece->first) * rank;
+    float *y = b->y + (size_t)run->first * b->y_stride + (n - b->n0);
+    if (run->count >= BD_CPU_SHORT_ROWS) {
+        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, (int)run->count, (int)count, (int)rank,
+                    linear->lora_scale, lora_row(job, run->first, b->to), TARGETS_MAX * BD_CPU_LORA_RANK_MAX, weights,
+                    (int)rank, 1.0f, y, (int)b->y_stride);
+        return;
+    }
+    for (uint32_t r = 0; r < run->count; r++, y += b->y_stride) {
+        const float *t = lora_row(job, run->first + r, b->to);
+        for (uint32_t i = 0; i < count; i++) {
+            float sum = 0.0f;
+            for (uint32_t j = 0; j < rank; j++) sum += weights[(size_t)i * rank + j] * t[j];
+            y[i] += linear->lora_scale * sum;
+        }
+    }
+}
+
+/* What comes on top of the products: LoRA, then the bias, the overlay's if it has one. */
+static void finish_run(const block *b, const bd_cpu_run *run) {
+    part piece;
+    for (uint32_t n = b->n0; n < b->n1; n = piece.end) {
+        piece = part_at(b->to, run->overlay, n, b->n1);
+        if (piece.linear != NULL && piece.linear->lora_rank > 0) add_lora(b, run, &piece, n);
+        const float *bias = b->to->bias != NULL ? b->to->bias + n : NULL;
+        if (piece.linear != NULL && piece.linear->bias != NULL) bias = piece.linear->bias + (n - piece.first);
+        if (bias == NULL) continue;
+        for (uint32_t r = run->first; r < run->first + run->count; r++) {
+            float *y = b->y + (size_t)r * b->y_stride + (n - b->n0);
+            for (uint32_t i = 0; i < piece.end - n; i++) y[i] += bias[i];
+        }
+    }
+}
+
+static void compute_block(const block *b) {
+    const linear_job *job = b->job;
+    uint32_t shared_rows = 0;
+    bool any_long = false;
+    for (uint32_t i = 0; i < job->run_count; i++) {
+        if (is_long(b, &job->runs[i])) {
+            any_long = true;
+        } else {
+            shared_rows += job->runs[i].count;
+        }
+    }
+    const bool shared_tiled = shared_rows >= BD_CPU_DIRECT_ROWS;
+    if (any_long || shared_tiled) base_and_long_tiled(b, shared_tiled);
+    if (shared_rows > 0 && !shared_tiled) base_direct(b);
+    for (uint32_t i = 0; i < job->run_count; i++) {
+        const bd_cpu_run *run = &job->runs[i];
+        if (run->count < BD_CPU_SHORT_ROWS) add_short_signs(b, run);
+        finish_run(b, run);
+    }
+}
+
+/* act = activation(gate) * up, where gate is in act already. */
+static void apply_gate(const bd_cpu *cpu, const block *gate, const block *up) {
+    const uint32_t count = gate->n1 - gate->n0;
+    for (uint32_t r = 0; r < gate->job->rows; r++) {
+        float *g = gate->y + (size_t)r * gate->y_stride;
+        const float *u = up->y + (size_t)r * up->y_stride;
+        for (uint32_t i = 0; i < count; i++) {
+            const float x = g[i];
+            if (cpu->config->activation == BD_ACT_SILU) {
+                g[i] = x / (1.0f + expf(-x)) * u[i];
+            } else {
+                const float root_two_over_pi = 0.797884560802865356f;
+                g[i] = 0.5f * x * (1.0f + tanhf(root_two_over_pi * (x + 0.044715f * x * x * x))) * u[i];
+            }
+        }
+    }
+}
+
+static void linear_task(void *ctx, uint32_t index, uint32_t worker) {
+    const linear_job *job = ctx;
+    uint32_t t = 0;
+    while (t + 1 < job->target_count && index >= job->targets[t + 1].first_task) t++;
+    const target *to = &job->targets[t];
+    const uint32_t n0 = (index - to->first_task) * job->block_n;
+    const uint32_t n1 = to->w->n - n0 < job->block_n ? to->w->n : n0 + job->block_n;
+    const block first = {job, to, n0, n1, to->y + n0, to->y_stride, worker};
+    compute_block(&first);
+    if (!job->gated) return;
+    const block second = {job, &job->targets[1], n0, n1,
+                          bd_cpu_row(job->cpu, BD_CPU_UP, worker, job->cpu->options.rows_max * BD_CPU_TILE_N),
+                          BD_CPU_TILE_N, worker};
+    compute_block(&second);
+    apply_gate(job->cpu, &first, &second);
+}
+
+/* x A^T of rows [8 index, 8 index + 8), for every run and matrix with a LoRA pair. */
+static void lora_task(void *ctx, uint32_t index, uint32_t worker) {
+    const linear_job *job = ctx;
+    (void)worker;
+    const uint32_t begin = index * BD_CPU_SHORT_ROWS;
+    const uint32_t end = job->rows - begin < BD_CPU_SHORT_ROWS ? job->rows : begin + BD_CPU_SHORT_ROWS;
+    for (uint32_t i = 0; i < job->run_count; i++) {
+        const bd_cpu_run *run = &job->runs[i];
+        const uint32_t from = run->first > begin ? run->first : begin;
+        const uint32_t to = run->first + run->count < end ? run->first + run->count : end;
+        if (from >= to) continue;
+        for (uint32_t t = 0; t < job->target_count; t++) {
+            const target *matrix = &job->targets[t];
+            const bd_overlay_linear *linear = part_at(matrix, run->overlay, 0, matrix->w->n).linear;
+            if (linear == NULL || linear->lora_rank == 0) continue;
+            const float *x[BD_CPU_SHORT_ROWS];
+            float *y[BD_CPU_SHORT_ROWS];
+            for (uint32_t r = from; r < to; r++) {
+                x[r - from] = job->x + (size_t)r * job->k;
+                y[r - from] = lora_row(job, r, matrix);
+            }
+            job->cpu->kernels->dot[BD_DTYPE_F32](&(bd_cpu_dot){
+                .x = x, .y = y, .rows = to - from, .n = linear->lora_rank, .k = job->k,
+                .w = (const uint8_t *)linear->lora_a, .stride_bytes = job->k * sizeof(float)});
+        }
+    }
+}
+
+/* Notes whether any run has a LoRA pair; its rank must fit the workspace, and all blocks of a head share one A. */
+static bd_status check_lora(linear_job *job, bd_error *err) {
+    for (uint32_t i = 0; i < job->run_count; i++) {
+        for (uint32_t t = 0; t < job->target_count; t++) {
+            const target *to = &job->targets[t];
+            const bd_overlay_linear *first = part_at(to, job->runs[i].overlay, 0, to->w->n).linear;
+            part piece;
+            for (uint32_t n = 0; n < to->w->n; n = piece.end) {
+                piece = part_at(to, job->runs[i].overlay, n, to->w->n);
+                if (piece.linear == NULL || piece.linear->lora_rank == 0) continue;
+                if (piece.linear->lora_rank > BD_CPU_LORA_RANK_MAX) {
+                    return bd_fail(err, BD_E_UNSUPPORTED, "lora_rank", "%u is above the cpu backend's %u",
+                                   piece.linear->lora_rank, BD_CPU_LORA_RANK_MAX);
+                }
+                BD_ASSERT(piece.linear->lora_a == first->lora_a && piece.linear->lora_rank == first->lora_rank);
+                job->lora = true;
+            }
+        }
+    }
+    return BD_OK;
+}
+
+static bd_status run_job(linear_job *job, bd_error *err) {
+    bd_cpu *cpu = job->cpu;
+    const bd_status status = check_lora(job, err);
+    if (status != BD_OK) return status;
+    uint64_t n = 0;
+    for (uint32_t t = 0; t < job->target_count; t++) {
+        BD_ASSERT(job->targets[t].w->data != NULL && job->targets[t].w->k == job->k);
+        n += job->targets[t].w->n;
+    }
+    const uint64_t work = n * job->k * job->rows;
+    /* Four tasks a worker level out their speeds; below 16 outputs a task is mostly overhead. */
+    uint64_t block_n = n / (4ull * cpu->workers) / 16u * 16u;
+    const uint32_t most = job->rows < BD_CPU_DIRECT_ROWS ? BD_CPU_DIRECT_N : BD_CPU_TILE_N;
+    if (block_n > most) block_n = most;
+    job->block_n = block_n < 16 ? 16 : (uint32_t)block_n;
+    job->task_count = 0;
+    for (uint32_t t = 0; t < job->target_count; t++) {
+        job->targets[t].first_task = job->task_count;
+        if (job->gated && t > 0) break;
+        job->task_count += (job->targets[t].w->n + job->block_n - 1) / job->block_n;
+    }
+    if (job->lora) {
+        const uint32_t parts = (job->rows + BD_CPU_SHORT_ROWS - 1) / BD_CPU_SHORT_ROWS;
+        bd_cpu_for(cpu, parts, (uint64_t)job->rows * job->k * 16u, lora_task, job);
+    }
+    bd_cpu_for(cpu, job->task_count, work, linear_task, job);
+    return BD_OK;
+}
+
+static void add_target(linear_job *job, uint32_t layer, bd_linear which, float *y, uint32_t y_stride) {
+    const bd_cpu *cpu = job->cpu;
+    const uint32_t index = layer * BD_LINEAR_COUNT + (uint32_t)which;
+    job->targets[job->target_count++] =
+        (target){.w = &cpu->linears[index], .bias = cpu->biases[index], .linear = index, .y = y, .y_stride = y_stride};
+}
+
+bd_status bd_cpu_linear(bd_backend *backend, const bd_step *step, uint32_t layer, bd_group group, bd_error *err) {
+    bd_cpu *cpu = bd_cpu_of(backend);
+    const bd_model_config *c = cpu->config;
+    BD_ASSERT(layer < c->layers);
+    linear_job job = {.cpu = cpu, .rows = step->row_count, .runs = cpu->buffers[BD_CPU_RUNS],
+                      .run_count = cpu->run_count, .x = bd_cpu_f32(cpu, BD_CPU_NORMED), .k = c->hidden};
+    switch (group) {
+    case BD_GROUP_QKV:
+        add_target(&job, layer, BD_LINEAR_Q, bd_cpu_f32(cpu, BD_CPU_Q), cpu->q_dim);
+        add_target(&job, layer, BD_LINEAR_K, bd_cpu_f32(cpu, BD_CPU_K), cpu->kv_dim);
+        add_target(&job, layer, BD_LINEAR_V, bd_cpu_f32(cpu, BD_CPU_V), cpu->kv_dim);
+        break;
+    case BD_GROUP_O:
+        job.x = bd_cpu_f32(cpu, BD_CPU_ATTN);
+        job.k = cpu->q_dim;
+        add_target(&job, layer, BD_LINEAR_O, bd_cpu_f32(cpu, BD_CPU_PROJ), c->hidden);
+        break;
+    case BD_GROUP_GATE_UP:
+        job.gated = true;
+        add_target(&job, layer, BD_LINEAR_GATE, bd_cpu_f32(cpu, BD_CPU_ACT), c->ffn);
+        add_target(&job, layer, BD_LINEAR_UP, NULL, BD_CPU_TILE_N);
+        break;
+    case BD_GROUP_DOWN:
+        job.x = bd_cpu_f32(cpu, BD_CPU_ACT);
+        job.k = c->ffn;
+        add_target(&job, layer, BD_LINEAR_DOWN, bd_cpu_f32(cpu, BD_CPU_PROJ), c->hidden);
+        break;
+    }
+    return run_job(&job, err);
+}
+
+static void cap_row(void *ctx, uint32_t index, uint32_t worker) {
+    const linear_job *job = ctx;
+    (void)worker;
+    const bd_model_config *c = job->cpu->config;
+    float *logits = bd_cpu_row(job->cpu, BD_CPU_LOGITS, index, c->vocab);
+    uint32_t vocab = c->vocab;
+    for (uint32_t i = 0; i < job->run_count; i++) {
+        const bd_cpu_run *run = &job->runs[i];
+        if (index < run->first || index - run->first >= run->count) continue;
+        if (run->overlay != NULL && run->overlay->vocab < vocab) vocab = run->overlay->vocab;
+    }
+    for (uint32_t i = 0; c->logit_softcap > 0.0f && i < vocab; i++) {
+        logits[i] = c->logit_softcap * tanhf(logits[i] / c->logit_softcap);
+    }
+    for (uint32_t i = vocab; i < c->vocab; i++) logits[i] = -INFINITY;
+}
+
+bd_status bd_cpu_head(bd_backend *backend, const bd_step *step, bd_error *err) {
+    bd_cpu *cpu = bd_cpu_of(backend);
+    const bd_model_config *c = cpu->config;
+    if (step->logits_row_count == 0) return BD_OK;
+    for (uint32_t i = 0; i < step->logits_row_count; i++) {
+        memcpy(bd_cpu_row(cpu, BD_CPU_HEAD_IN, i, c->hidden),
+               bd_cpu_row(cpu, BD_CPU_NORMED, step->logits_rows[i].row, c->hidden), c->hidden * sizeof(float));
+    }
+    linear_job job = {.cpu = cpu, .rows = step->logits_row_count, .runs = cpu->buffers[BD_CPU_HEAD_RUNS],
+                      .run_count = cpu->head_run_count, .x = bd_cpu_f32(cpu, BD_CPU_HEAD_IN), .k = c->hidden};
+    job.targets[job.target_count++] = (target){.w = c->tied ? &cpu->embed : &cpu->head, .linear = UINT32_MAX,
+                                               .y = bd_cpu_f32(cpu, BD_CPU_LOGITS), .y_stride = c->vocab};
+    const bd_status status = run_job(&job, err);
+    if (status != BD_OK) return status;
+    const uint64_t cost = c->logit_softcap > 0.0f ? 16 : 1;
+    bd_cpu_for(cpu, step->logits_row_count, cost * step->logits_row_count * c->vocab, cap_row, &job);
+    return BD_OK;
+}

@@ -1,0 +1,190 @@
+/* cpu_weights.c - what is put before a step: base weights, rope tables, and the planes and vectors of deltas.
+ * Owner: the executor thread before the first step; plane_put and vector_put: the loader's thread at any time. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "bitdelta/base/half.h"
+#include "cpu.h"
+
+static const char *const linear_names[BD_LINEAR_COUNT] = {"q", "k", "v", "o", "gate", "up", "down"};
+static const char *const norm_names[BD_NORM_COUNT] = {"input", "post_attention", "pre_ffn", "post_ffn", "q", "k"};
+
+static uint32_t linear_n(const bd_cpu *cpu, uint32_t which) {
+    const bd_model_config *c = cpu->config;
+    const uint32_t n[BD_LINEAR_COUNT] = {cpu->q_dim, cpu->kv_dim, cpu->kv_dim, c->hidden, c->ffn, c->ffn, c->hidden};
+    return n[which];
+}
+
+static uint32_t linear_k(const bd_cpu *cpu, uint32_t which) {
+    const bd_model_config *c = cpu->config;
+    if (which == BD_LINEAR_O) return cpu->q_dim;
+    return which == BD_LINEAR_DOWN ? c->ffn : c->hidden;
+}
+
+static void describe(char *out, size_t bytes, bd_weight_id id) {
+    switch (id.kind) {
+    case BD_WEIGHT_EMBED: snprintf(out, bytes, "embedding"); break;
+    case BD_WEIGHT_HEAD: snprintf(out, bytes, "head"); break;
+    case BD_WEIGHT_LINEAR: snprintf(out, bytes, "layer %u %s", id.layer, linear_names[id.which]); break;
+    case BD_WEIGHT_BIAS: snprintf(out, bytes, "layer %u %s bias", id.layer, linear_names[id.which]); break;
+    case BD_WEIGHT_NORM: snprintf(out, bytes, "layer %u %s norm", id.layer, norm_names[id.which]); break;
+    }
+}
+
+/* A float32 matrix that bf16 holds exactly is read at half the bandwidth as bf16. */
+static bool exact_in_bf16(const bd_weight_view *view) {
+    for (uint64_t r = 0; r < view->rows; r++) {
+        const uint8_t *row = (const uint8_t *)view->data + r * view->row_stride_bytes;
+        for (uint64_t i = 0; i < view->cols; i++) {
+            uint32_t bits;
+            memcpy(&bits, row + 4 * i, sizeof bits);
+            if ((bits & 0xffffu) != 0) return false;
+        }
+    }
+    return true;
+}
+
+static bd_status copy_matrix(bd_cpu_matrix *matrix, const bd_weight_view *view, const char *subject, bd_error *err) {
+    const bool narrow = view->dtype == BD_DTYPE_F32 && exact_in_bf16(view);
+    if (view->stable && !narrow) return BD_OK;
+    const size_t size = narrow ? 2 : bd_dtype_bytes(view->dtype);
+    uint8_t *copy = malloc((size_t)view->rows * (size_t)view->cols * size);
+    if (copy == NULL) {
+        return bd_fail(err, BD_E_MEMORY, subject, "%llu x %llu weights do not fit in memory",
+                       (unsigned long long)view->rows, (unsigned long long)view->cols);
+    }
+    for (uint64_t r = 0; r < view->rows; r++) {
+        const uint8_t *from = (const uint8_t *)view->data + r * view->row_stride_bytes;
+        uint8_t *to = copy + r * view->cols * size;
+        if (!narrow) {
+            memcpy(to, from, (size_t)view->cols * size);
+            continue;
+        }
+        for (uint64_t i = 0; i < view->cols; i++) {
+            uint32_t bits;
+            memcpy(&bits, from + 4 * i, sizeof bits);
+            const uint16_t high = (uint16_t)(bits >> 16);
+            memcpy(to + 2 * i, &high, sizeof high);
+        }
+    }
+    matrix->owned = copy;
+    matrix->data = copy;
+    matrix->stride_bytes = view->cols * size;
+    matrix->dtype = narrow ? BD_DTYPE_BF16 : view->dtype;
+    return BD_OK;
+}
+
+static bd_status put_matrix(bd_cpu_matrix *matrix, uint32_t n, uint32_t k, const bd_weight_view *view,
+                            const char *subject, bd_error *err) {
+    if (matrix->data != NULL) return bd_fail(err, BD_E_ARGUMENT, subject, "put twice");
+    if (view->rows != n || view->cols != k) {
+        return bd_fail(err, BD_E_MISMATCH, subject, "shape is %llu x %llu, the config says %u x %u",
+                       (unsigned long long)view->rows, (unsigned long long)view->cols, n, k);
+    }
+    *matrix = (bd_cpu_matrix){
+        .data = view->data, .stride_bytes = view->row_stride_bytes, .n = n, .k = k, .dtype = view->dtype};
+    const bd_status status = copy_matrix(matrix, view, subject, err);
+    if (status != BD_OK) *matrix = (bd_cpu_matrix){0};
+    return status;
+}
+
+static float element(const bd_weight_view *view, uint64_t i) {
+    const uint8_t *at = (const uint8_t *)view->data + i * bd_dtype_bytes(view->dtype);
+    if (view->dtype == BD_DTYPE_F32) {
+        float value;
+        memcpy(&value, at, sizeof value);
+        return value;
+    }
+    uint16_t bits;
+    memcpy(&bits, at, sizeof bits);
+    return view->dtype == BD_DTYPE_BF16 ? bd_bf16_to_f32(bits) : bd_f16_to_f32(bits);
+}
+
+static bd_status put_vector(bd_cpu *cpu, const float **slot, uint32_t count, const bd_weight_view *view,
+                            const char *subject, bd_error *err) {
+    if (*slot != NULL) return bd_fail(err, BD_E_ARGUMENT, subject, "put twice");
+    if (view->rows != 1 || view->cols != count) {
+        return bd_fail(err, BD_E_MISMATCH, subject, "shape is %llu x %llu, the config says %u",
+                       (unsigned long long)view->rows, (unsigned long long)view->cols, count);
+    }
+    float *values = bd_cpu_f32(cpu, BD_CPU_SMALL) + cpu->small_used_floats;
+    for (uint32_t i = 0; i < count; i++) values[i] = element(view, i);
+    cpu->small_used_floats += count;
+    *slot = values;
+    return BD_OK;
+}
+
+static bool id_in_range(const bd_cpu *cpu, bd_weight_id id) {
+    const uint32_t layers = cpu->config->layers;
+    if (id.kind == BD_WEIGHT_EMBED || id.kind == BD_WEIGHT_HEAD) return true;
+    if (id.kind != BD_WEIGHT_NORM) return id.layer < layers && id.which < BD_LINEAR_COUNT;
+    return (id.layer < layers && id.which < BD_NORM_COUNT) || (id.layer == layers && id.which == BD_NORM_INPUT);
+}
+
+bd_status bd_cpu_weight_put(bd_backend *backend, bd_weight_id id, const bd_weight_view *view, bd_error *err) {
+    bd_cpu *cpu = bd_cpu_of(backend);
+    const bd_model_config *c = cpu->config;
+    BD_ASSERT(id_in_range(cpu, id));
+    char subject[64];
+    describe(subject, sizeof subject, id);
+    if (view->dtype != BD_DTYPE_F32 && view->dtype != BD_DTYPE_BF16 && view->dtype != BD_DTYPE_F16) {
+        return bd_fail(err, BD_E_UNSUPPORTED, subject, "weights must be float32, bfloat16 or float16");
+    }
+    BD_ASSERT(view->rows <= 1 || view->row_stride_bytes >= view->cols * bd_dtype_bytes(view->dtype));
+    const uint32_t slot = id.layer * BD_LINEAR_COUNT + id.which;
+    switch (id.kind) {
+    case BD_WEIGHT_EMBED: return put_matrix(&cpu->embed, c->vocab, c->hidden, view, subject, err);
+    case BD_WEIGHT_HEAD:
+        if (c->tied) return bd_fail(err, BD_E_ARGUMENT, subject, "the embedding is the head of a tied model");
+        return put_matrix(&cpu->head, c->vocab, c->hidden, view, subject, err);
+    case BD_WEIGHT_LINEAR:
+        return put_matrix(&cpu->linears[slot], linear_n(cpu, id.which), linear_k(cpu, id.which), view, subject, err);
+    case BD_WEIGHT_BIAS: return put_vector(cpu, &cpu->biases[slot], linear_n(cpu, id.which), view, subject, err);
+    case BD_WEIGHT_NORM: break;
+    }
+    const bool per_head = id.which == BD_NORM_Q || id.which == BD_NORM_K;
+    return put_vector(cpu, &cpu->norms[id.layer * BD_NORM_COUNT + id.which], per_head ? c->head_dim : c->hidden,
+                      view, subject, err);
+}
+
+bd_status bd_cpu_rope_table_put(bd_backend *backend, uint32_t table, const float *inv_freq, float scale,
+                                bd_error *err) {
+    bd_cpu *cpu = bd_cpu_of(backend);
+    if (table >= cpu->options.rope_tables_max) {
+        return bd_fail(err, BD_E_LIMIT, "rope table", "table %u, but only %u were planned", table,
+                       cpu->options.rope_tables_max);
+    }
+    if (!(scale > 0.0f)) return bd_fail(err, BD_E_ARGUMENT, "rope table", "the scale must be positive");
+    const uint32_t half = cpu->config->rope.rotary_dim / 2;
+    memcpy(bd_cpu_row(cpu, BD_CPU_ROPE, table, half), inv_freq, half * sizeof *inv_freq);
+    cpu->rope_scales[table] = scale;
+    return BD_OK;
+}
+
+uint64_t bd_cpu_plane_bytes(uint32_t n, uint32_t k) {
+    return ((uint64_t)n * bd_cpu_plane_stride(k) + 63u) / 64u * 64u;
+}
+
+bd_status bd_cpu_plane_put(bd_backend *backend, void *dst, uint32_t n, uint32_t k, uint32_t first_row,
+                           uint32_t row_count, const void *src, uint64_t src_stride_bytes, bd_error *err) {
+    (void)backend;
+    (void)err;
+    BD_ASSERT(k % 8u == 0 && first_row <= n && row_count <= n - first_row);
+    const uint32_t stride = bd_cpu_plane_stride(k), bytes = k / 8u;
+    for (uint32_t r = 0; r < row_count; r++) {
+        const uint8_t *from = (const uint8_t *)src + r * src_stride_bytes;
+        uint8_t *to = (uint8_t *)dst + (uint64_t)(first_row + r) * stride;
+        for (uint32_t b = 0; b < bytes; b++) to[b] = (uint8_t)~from[b];
+        memset(to + bytes, 0, stride - bytes);
+    }
+    return BD_OK;
+}
+
+bd_status bd_cpu_vector_put(bd_backend *backend, void *dst, uint64_t first, const float *src, uint64_t count,
+                            bd_error *err) {
+    (void)backend;
+    (void)err;
+    if (count > 0) memcpy((float *)dst + first, src, (size_t)count * sizeof *src);
+    return BD_OK;
+}
