@@ -8,9 +8,9 @@
 #include "bitdelta/base/status.h"
 
 typedef struct bd_json_limits {
-    uint32_t depth_max; /* nesting levels */
+    uint32_t depth_max; /* nesting levels, at most 1024 */
     size_t nodes_max;   /* values and keys, so that a DOM's memory is bounded before it is built */
-    bool allow_nul_escape; /* "\u0000" allowed inside strings */
+    bool allow_nul_escape; /* "\u0000" allowed inside string values, in keys never: a DOM cuts them there */
 } bd_json_limits;
 
 typedef struct bd_json_scan {

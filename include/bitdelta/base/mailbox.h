@@ -17,12 +17,13 @@ typedef struct bd_mailbox bd_mailbox;
 /* count_max 0: no bound. with_eventfd: the mailbox also signals an eventfd for epoll users. */
 BD_MUST_CHECK bd_status bd_mailbox_create(bd_mailbox **out, size_t count_max, bool with_eventfd,
                                           bd_error *err);
-void bd_mailbox_destroy(bd_mailbox *box); /* messages still inside stay the poster's */
+/* No post or wake may be running. Messages still inside stay the poster's. */
+void bd_mailbox_destroy(bd_mailbox *box);
 /* BD_BUSY: full. A message may be posted once at a time. */
 BD_MUST_CHECK bd_status bd_mailbox_post(bd_mailbox *box, bd_message *message);
 /* Owner thread: whole list in order (linked by next), or NULL. Clears the eventfd. */
 bd_message *bd_mailbox_take(bd_mailbox *box);
-/* Owner thread: sleep until something is posted, wake() is called or timeout_us passed. */
+/* Owner thread: sleep until something is posted, wake() is called or timeout_us passed. May return early. */
 void bd_mailbox_wait(bd_mailbox *box, uint64_t timeout_us);
 void bd_mailbox_wake(bd_mailbox *box);     /* any thread */
 int bd_mailbox_eventfd(const bd_mailbox *box); /* -1 without one */

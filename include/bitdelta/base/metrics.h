@@ -26,10 +26,10 @@ bd_metric *bd_metrics_histogram(bd_metrics *metrics, const char *name, const cha
                                 const double *bounds, uint32_t bound_count, const bd_label *labels,
                                 uint32_t label_count);
 
-void bd_metric_add(bd_metric *metric, double amount); /* counter or gauge */
+void bd_metric_add(bd_metric *metric, double amount); /* gauge, or counter: only what raises it counts */
 void bd_metric_set(bd_metric *metric, double value);  /* gauge */
 void bd_metric_observe(bd_metric *metric, double value);
-double bd_metric_value(const bd_metric *metric);
+double bd_metric_value(const bd_metric *metric); /* histogram: how many observations */
 
 /* Families sorted by name, series by labels; histograms from one snapshot. */
 void bd_metrics_write(bd_metrics *metrics, bd_strbuf *out);

@@ -1,0 +1,161 @@
+/* The mailbox: order per poster, the bound, wake-ups and the eventfd, with several posting threads.
+ * Also run under the thread sanitizer. */
+#include "base_support.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "bitdelta/base/clock.h"
+#include "bitdelta/base/mailbox.h"
+
+enum { POSTERS = 4, PER_POSTER = 20000 };
+
+typedef struct note {
+    bd_message message; /* first: a message is its note */
+    uint32_t poster, number;
+} note;
+
+typedef struct poster {
+    bd_mailbox *box;
+    note *notes;
+    pthread_t thread;
+} poster;
+
+static const note *note_of(const bd_message *message) {
+    return (const note *)(const void *)message;
+}
+
+static void *post_all(void *arg) {
+    poster *self = arg;
+    for (uint32_t i = 0; i < PER_POSTER; i++) {
+        while (bd_mailbox_post(self->box, &self->notes[i].message) == BD_BUSY) {
+            struct timespec pause = {.tv_nsec = 20000};
+            nanosleep(&pause, NULL);
+        }
+    }
+    return NULL;
+}
+
+static void run_posters(size_t count_max, bool with_eventfd) {
+    bd_mailbox *box;
+    bd_error err;
+    assert_int_equal(bd_mailbox_create(&box, count_max, with_eventfd, &err), BD_OK);
+    poster posters[POSTERS];
+    for (uint32_t p = 0; p < POSTERS; p++) {
+        posters[p] = (poster){.box = box, .notes = calloc(PER_POSTER, sizeof(note))};
+        assert_non_null(posters[p].notes);
+        for (uint32_t i = 0; i < PER_POSTER; i++) {
+            posters[p].notes[i].poster = p;
+            posters[p].notes[i].number = i;
+        }
+        assert_int_equal(pthread_create(&posters[p].thread, NULL, post_all, &posters[p]), 0);
+    }
+    uint32_t next[POSTERS] = {0}, total = 0;
+    while (total < POSTERS * PER_POSTER) {
+        if (with_eventfd) {
+            struct pollfd entry = {.fd = bd_mailbox_eventfd(box), .events = POLLIN};
+            assert_int_equal(poll(&entry, 1, 20000), 1);
+        } else {
+            bd_mailbox_wait(box, 20000000);
+        }
+        uint32_t batch = 0;
+        for (const bd_message *m = bd_mailbox_take(box); m; m = m->next) {
+            const note *got = note_of(m);
+            assert_int_equal(got->number, next[got->poster]);
+            next[got->poster]++;
+            batch++;
+        }
+        if (count_max > 0) assert_true(batch <= count_max);
+        total += batch;
+    }
+    for (uint32_t p = 0; p < POSTERS; p++) {
+        pthread_join(posters[p].thread, NULL);
+        free(posters[p].notes);
+    }
+    assert_null(bd_mailbox_take(box));
+    bd_mailbox_destroy(box);
+}
+
+static void test_futex(void **state) {
+    (void)state;
+    run_posters(0, false);
+}
+
+static void test_bounded(void **state) {
+    (void)state;
+    run_posters(7, false);
+}
+
+static void test_eventfd(void **state) {
+    (void)state;
+    run_posters(100, true);
+}
+
+static void test_bound(void **state) {
+    (void)state;
+    bd_mailbox *box;
+    assert_int_equal(bd_mailbox_create(&box, 2, false, NULL), BD_OK);
+    assert_int_equal(bd_mailbox_eventfd(box), -1);
+    bd_message messages[3];
+    assert_int_equal(bd_mailbox_post(box, &messages[0]), BD_OK);
+    assert_int_equal(bd_mailbox_post(box, &messages[1]), BD_OK);
+    assert_int_equal(bd_mailbox_post(box, &messages[2]), BD_BUSY);
+    bd_message *first = bd_mailbox_take(box);
+    assert_ptr_equal(first, &messages[0]);
+    assert_ptr_equal(first->next, &messages[1]);
+    assert_null(first->next->next);
+    assert_int_equal(bd_mailbox_post(box, &messages[2]), BD_OK);
+    bd_mailbox_destroy(box);
+    bd_mailbox_destroy(NULL);
+}
+
+typedef struct waker {
+    bd_mailbox *box;
+    atomic_bool woke;
+} waker;
+
+static void *wake_later(void *arg) {
+    waker *self = arg;
+    struct timespec pause = {.tv_nsec = 30000000};
+    nanosleep(&pause, NULL);
+    atomic_store(&self->woke, true);
+    bd_mailbox_wake(self->box);
+    return NULL;
+}
+
+/* A sleeper is woken by wake() long before its time; a wake() before the sleep counts once. */
+static void test_wake(void **state) {
+    (void)state;
+    waker self = {.woke = false};
+    assert_int_equal(bd_mailbox_create(&self.box, 0, true, NULL), BD_OK);
+    pthread_t thread;
+    assert_int_equal(pthread_create(&thread, NULL, wake_later, &self), 0);
+    uint64_t start = bd_now_us();
+    while (!atomic_load(&self.woke) && bd_now_us() - start < 60000000) {
+        bd_mailbox_wait(self.box, UINT64_MAX);
+    }
+    assert_true(atomic_load(&self.woke));
+    pthread_join(thread, NULL);
+    assert_null(bd_mailbox_take(self.box));
+    struct pollfd entry = {.fd = bd_mailbox_eventfd(self.box), .events = POLLIN};
+    assert_int_equal(poll(&entry, 1, 0), 0);
+
+    bd_mailbox_wake(self.box);
+    assert_int_equal(poll(&entry, 1, 0), 1);
+    bd_mailbox_wait(self.box, UINT64_MAX); /* would hang if the wake were lost */
+    start = bd_now_us();
+    bd_mailbox_wait(self.box, 5000);
+    assert_true(bd_now_us() - start >= 4000); /* used up: this one lasted its time */
+    bd_mailbox_wait(self.box, 0);
+    bd_mailbox_destroy(self.box);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_futex),   cmocka_unit_test(test_bounded),
+        cmocka_unit_test(test_eventfd), cmocka_unit_test(test_bound),
+        cmocka_unit_test(test_wake),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
