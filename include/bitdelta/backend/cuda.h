@@ -1,0 +1,11 @@
+/* cuda.h - the CUDA backend's entry points; they exist only in builds with BD_CUDA. */
+#ifndef BITDELTA_BACKEND_CUDA_H
+#define BITDELTA_BACKEND_CUDA_H
+
+#include "bitdelta/backend/backend.h"
+
+const bd_backend_ops *bd_backend_cuda_ops(void);
+/* BD_OK: a usable device answers; else BD_E_DEVICE with CUDA's reason in why. */
+BD_MUST_CHECK bd_status bd_cuda_probe(char *why, size_t why_bytes);
+
+#endif

@@ -1,0 +1,87 @@
+// norm_embed.cu - embedding rows (with signs), residual + RMSNorm, gated activation, row gather.
+// The residual stream is float32; what feeds an MMA is bf16. Gamma is looked up by row, since each variant has its own.
+#include "common.cuh"
+
+namespace {
+
+// residual[m][i] = scale * (E[token][i] + sum_p scale_p[token] S_p[token][i]). One block per row.
+__global__ void __launch_bounds__(256) embed_kernel(const k_embed_args a) {
+    const int m = blockIdx.x, token = a.tokens[m], overlay = a.row_overlay[m], chunks = (a.hidden + 255) / 256;
+    const uint16_t *from = a.embed + (size_t)token * a.hidden;
+    const k_overlay_linear *o = overlay >= 0 ? a.overlays + (size_t)(token / a.block_rows) * a.overlay_count + overlay : nullptr;
+    const int row = token % a.block_rows, planes = o ? (int)o->plane_count : 0;
+    for (int i = threadIdx.x; i < a.hidden; i += blockDim.x) {
+        float v = bf16_float(from[i]);
+        for (int p = 0; p < planes; p++) v += o->scale[p][row] * sign_at(o->bits[p], row, i, chunks);
+        a.residual[(size_t)m * a.hidden + i] = a.scale * v;
+    }
+}
+
+// If add: residual += post ? rms(proj) * post_gamma : proj. normed = rms(residual) * gamma. One block per row.
+__global__ void __launch_bounds__(256) norm_kernel(const k_norm_args a) {
+    __shared__ float red[8];
+    const int m = blockIdx.x, overlay = a.row_overlay[m];
+    const float *own = overlay >= 0 ? a.gammas[overlay] : nullptr, *gamma = own ? own : a.gamma;
+    const float one = a.plus_one ? 1.f : 0.f;
+    float *r = a.residual + (size_t)m * a.width;
+    if (a.add) {
+        const float *p = a.proj + (size_t)m * a.width;
+        float factor = 1;
+        const float *post = nullptr;
+        if (a.post_gamma) {
+            const float *own_post = overlay >= 0 ? a.post_gammas[overlay] : nullptr;
+            post = own_post ? own_post : a.post_gamma;
+            float square = 0;
+            for (int i = threadIdx.x; i < a.width; i += blockDim.x) square += p[i] * p[i];
+            factor = rsqrtf(block_sum(square, red) / a.width + a.eps);
+        }
+        for (int i = threadIdx.x; i < a.width; i += blockDim.x) r[i] += post ? p[i] * factor * (one + post[i]) : p[i];
+    }
+    float square = 0;
+    for (int i = threadIdx.x; i < a.width; i += blockDim.x) square += r[i] * r[i];
+    float factor = rsqrtf(block_sum(square, red) / a.width + a.eps);
+    for (int i = threadIdx.x; i < a.width; i += blockDim.x)
+        a.normed[(size_t)m * a.width + i] = float_bf16(r[i] * factor * (one + gamma[i]));
+}
+
+template <bool GELU> __global__ void __launch_bounds__(256) gate_kernel(uint16_t *act, const float *gate, const float *up, uint64_t count) {
+    uint64_t i = blockIdx.x * (uint64_t)blockDim.x + threadIdx.x;
+    if (i >= count) return;
+    float g = gate[i];
+    float f = GELU ? 0.5f * g * (1.f + tanhf(0.7978845608028654f * (g + 0.044715f * g * g * g))) : g / (1.f + expf(-g));
+    act[i] = float_bf16(f * up[i]);
+}
+
+__global__ void __launch_bounds__(256) gather_kernel(uint16_t *dst, const uint16_t *src, const int32_t *rows, int width) {
+    for (int i = threadIdx.x; i < width; i += blockDim.x)
+        dst[(size_t)blockIdx.x * width + i] = src[(size_t)rows[blockIdx.x] * width + i];
+}
+
+} // namespace
+
+extern "C" cudaError_t k_embed_bf16(const k_embed_args *a, cudaStream_t stream) {
+    if (!a->rows) return cudaSuccess;
+    embed_kernel<<<(unsigned)a->rows, 256, 0, stream>>>(*a);
+    return cudaGetLastError();
+}
+
+extern "C" cudaError_t k_norm_residual_bf16(const k_norm_args *a, cudaStream_t stream) {
+    if (!a->rows) return cudaSuccess;
+    norm_kernel<<<(unsigned)a->rows, 256, 0, stream>>>(*a);
+    return cudaGetLastError();
+}
+
+extern "C" cudaError_t k_gate_bf16(uint16_t *act, const float *gate, const float *up, uint64_t count, bool gelu, cudaStream_t stream) {
+    if (!count) return cudaSuccess;
+    unsigned blocks = (unsigned)((count + 255) / 256);
+    if (gelu) gate_kernel<true><<<blocks, 256, 0, stream>>>(act, gate, up, count);
+    else gate_kernel<false><<<blocks, 256, 0, stream>>>(act, gate, up, count);
+    return cudaGetLastError();
+}
+
+extern "C" cudaError_t k_gather_rows_bf16(uint16_t *dst, const uint16_t *src, const int32_t *rows, int32_t count, int32_t width,
+                                          cudaStream_t stream) {
+    if (!count) return cudaSuccess;
+    gather_kernel<<<(unsigned)count, 256, 0, stream>>>(dst, src, rows, width);
+    return cudaGetLastError();
+}

@@ -1,0 +1,64 @@
+/* backend_cuda.c - the CUDA backend's table, the probe, and how CUDA's errors become ours. */
+#include <stdio.h>
+
+#include "cuda_internal.h"
+
+bd_status cuda_check(bd_cuda *cuda, cudaError_t error, const char *what, bd_error *err) {
+    if (error == cudaSuccess) return BD_OK;
+    /* Running out of memory or a bad argument leaves the context usable; anything else is sticky.
+     */
+    bool passing = error == cudaErrorMemoryAllocation || error == cudaErrorInvalidValue;
+    if (!passing && cuda) atomic_store(&cuda->lost, true);
+    bd_status status = error == cudaErrorMemoryAllocation ? BD_E_MEMORY : BD_E_DEVICE;
+    return bd_fail(err, status, what, "CUDA error %d: %s", (int)error, cudaGetErrorString(error));
+}
+
+bd_status bd_cuda_probe(char *why, size_t why_bytes) {
+    int count = 0;
+    cudaError_t error = cudaGetDeviceCount(&count);
+    if (error != cudaSuccess) {
+        snprintf(why, why_bytes, "CUDA error %d: %s", (int)error, cudaGetErrorString(error));
+        return BD_E_DEVICE;
+    }
+    if (count == 0) {
+        snprintf(why, why_bytes, "no CUDA device");
+        return BD_E_DEVICE;
+    }
+    struct cudaDeviceProp properties;
+    error = cudaGetDeviceProperties(&properties, 0);
+    if (error != cudaSuccess || properties.major < 8) {
+        snprintf(why, why_bytes, "device 0 has compute capability below 8.0");
+        return BD_E_DEVICE;
+    }
+    snprintf(why, why_bytes, "%s", properties.name);
+    return BD_OK;
+}
+
+const bd_backend_ops *bd_backend_cuda_ops(void) {
+    static const bd_backend_ops ops = {
+        .name = "cuda",
+        .page_align_bytes = 2u << 20,
+        .supports = cuda_supports,
+        .plan = cuda_plan,
+        .open = cuda_open,
+        .close = cuda_close,
+        .weight_put = cuda_weight_put,
+        .rope_table_put = cuda_rope_table_put,
+        .delta_arena = cuda_delta_arena,
+        .plane_bytes = cuda_plane_bytes,
+        .plane_put = cuda_plane_put,
+        .vector_put = cuda_vector_put,
+        .put_flush = cuda_put_flush,
+        .step_begin = cuda_step_begin,
+        .embed = cuda_embed,
+        .norm_residual = cuda_norm_residual,
+        .linear = cuda_linear,
+        .rope_kv_write = cuda_rope_kv_write,
+        .attention = cuda_attention,
+        .head = cuda_head,
+        .sample = cuda_sample,
+        .step_wait = cuda_step_wait,
+        .logits_get = cuda_logits_get,
+    };
+    return &ops;
+}

@@ -1,0 +1,101 @@
+/* delta.c - a variant's bytes into its pages: pinned staging, upload and repack on the copy stream.
+ * Threads: the rank's loader thread; it shares nothing with the executor but the (read-only) device
+ * pointers. */
+#include <string.h>
+
+#include "cuda_internal.h"
+
+bd_status cuda_staging_open(bd_cuda *cuda, cuda_staging *staging, bd_error *err) {
+    for (int i = 0; i < 2; i++) {
+        bd_status s =
+            cuda_check(cuda, cudaMallocHost((void **)&staging->host[i], CUDA_STAGING_BYTES),
+                       "pinned staging", err);
+        if (s != BD_OK) return s;
+        s = cuda_check(cuda, cudaEventCreateWithFlags(&staging->done[i], cudaEventDisableTiming),
+                       "event", err);
+        if (s != BD_OK) return s;
+    }
+    return BD_OK;
+}
+
+void cuda_staging_close(cuda_staging *staging) {
+    for (int i = 0; i < 2; i++) {
+        if (staging->done[i]) cudaEventDestroy(staging->done[i]);
+        if (staging->host[i]) cudaFreeHost(staging->host[i]);
+    }
+}
+
+bd_status cuda_staging_next(bd_cuda *cuda, cuda_staging *staging, uint32_t *half, bd_error *err) {
+    *half = staging->turn;
+    staging->turn ^= 1u;
+    return cuda_check(cuda, cudaEventSynchronize(staging->done[*half]), "staging", err);
+}
+
+void *cuda_delta_arena(bd_backend *backend) {
+    return cuda_of(backend)->deltas;
+}
+
+uint64_t cuda_plane_bytes(uint32_t n, uint32_t k) {
+    return k_sign_bytes(n, k);
+}
+
+bd_status cuda_plane_put(bd_backend *backend, void *dst, uint32_t n, uint32_t k, uint32_t first_row,
+                         uint32_t row_count, const void *src, uint64_t src_stride_bytes,
+                         bd_error *err) {
+    bd_cuda *cuda = cuda_of(backend);
+    const uint32_t row_bytes = k / 8, rows_per = CUDA_STAGING_BYTES / row_bytes;
+    BD_ASSERT(first_row + row_count <= n);
+    bd_status s = cuda_check(cuda, cudaSetDevice(cuda->device), "device", err);
+    for (uint32_t row = 0; s == BD_OK && row < row_count; row += rows_per) {
+        const uint32_t count = row_count - row < rows_per ? row_count - row : rows_per;
+        cuda_staging *staging = &cuda->delta_staging;
+        uint32_t half;
+        if ((s = cuda_staging_next(cuda, staging, &half, err)) != BD_OK) return s;
+        const uint8_t *from = (const uint8_t *)src + row * src_stride_bytes;
+        if (src_stride_bytes == row_bytes)
+            memcpy(staging->host[half], from, (size_t)count * row_bytes);
+        else
+            for (uint32_t i = 0; i < count; i++)
+                memcpy(staging->host[half] + (size_t)i * row_bytes, from + i * src_stride_bytes,
+                       row_bytes);
+        s = cuda_check(cuda,
+                       cudaMemcpyAsync(staging->device[half], staging->host[half],
+                                       (size_t)count * row_bytes, cudaMemcpyHostToDevice,
+                                       cuda->copy),
+                       "upload of a delta", err);
+        if (s != BD_OK) return s;
+        s = cuda_check(cuda,
+                       k_repack(dst, staging->device[half], k, first_row + row, count, cuda->copy),
+                       "repack", err);
+        if (s != BD_OK) return s;
+        s = cuda_check(cuda, cudaEventRecord(staging->done[half], cuda->copy), "upload of a delta",
+                       err);
+    }
+    return s;
+}
+
+bd_status cuda_vector_put(bd_backend *backend, void *dst, uint64_t first, const float *src,
+                          uint64_t count, bd_error *err) {
+    bd_cuda *cuda = cuda_of(backend);
+    const uint64_t per = CUDA_STAGING_BYTES / 4;
+    bd_status s = cuda_check(cuda, cudaSetDevice(cuda->device), "device", err);
+    for (uint64_t i = 0; s == BD_OK && i < count; i += per) {
+        const uint64_t n = count - i < per ? count - i : per;
+        uint32_t half;
+        if ((s = cuda_staging_next(cuda, &cuda->delta_staging, &half, err)) != BD_OK) return s;
+        memcpy(cuda->delta_staging.host[half], src + i, n * 4);
+        s = cuda_check(cuda,
+                       cudaMemcpyAsync((float *)dst + first + i, cuda->delta_staging.host[half],
+                                       n * 4, cudaMemcpyHostToDevice, cuda->copy),
+                       "upload of a delta", err);
+        if (s != BD_OK) return s;
+        s = cuda_check(cuda, cudaEventRecord(cuda->delta_staging.done[half], cuda->copy),
+                       "upload of a delta", err);
+    }
+    return s;
+}
+
+bd_status cuda_put_flush(bd_backend *backend, bd_error *err) {
+    bd_cuda *cuda = cuda_of(backend);
+    return cuda_check(cuda, cudaStreamSynchronize(cuda->copy), "upload of a delta", err);
+}

@@ -1,0 +1,197 @@
+/* ops.c - the operators of one step: arguments for the kernels, launched on the rank's stream. */
+#include "cuda_internal.h"
+
+static const k_overlay_linear *linear_table(const bd_cuda *cuda, uint32_t item) {
+    return cuda->step.linears + (size_t)item * cuda->step.overlay_count;
+}
+
+static const float *const *norm_table(const bd_cuda *cuda, uint32_t layer, bd_norm kind) {
+    return cuda->step.norms + ((size_t)layer * BD_NORM_COUNT + kind) * cuda->step.overlay_count;
+}
+
+bd_status cuda_embed(bd_backend *backend, const bd_step *step, bd_error *err) {
+    bd_cuda *cuda = cuda_of(backend);
+    const k_embed_args args = {.residual = cuda->residual,
+                               .embed = cuda->embed,
+                               .tokens = cuda->step.tokens,
+                               .row_overlay = cuda->step.row_overlay,
+                               .overlays = linear_table(cuda, cuda->shape.layers * BD_LINEAR_COUNT),
+                               .rows = (int32_t)step->row_count,
+                               .hidden = (int32_t)cuda->shape.hidden,
+                               .block_rows = (int32_t)cuda->step.block_rows,
+                               .overlay_count = (int32_t)cuda->step.overlay_count,
+                               .scale = cuda->config->embed_scale};
+    return cuda_check(cuda, k_embed_bf16(&args, cuda->stream), "embedding", err);
+}
+
+bd_status cuda_norm_residual(bd_backend *backend, const bd_step *step, uint32_t layer, bd_norm kind,
+                             bool add, uint32_t post_layer, bd_norm post, bd_error *err) {
+    bd_cuda *cuda = cuda_of(backend);
+    const bool with_post = add && post != BD_NORM_COUNT;
+    const k_norm_args args = {.residual = cuda->residual,
+                              .proj = cuda->proj,
+                              .normed = cuda->normed,
+                              .gamma = cuda->norms[layer][kind],
+                              .post_gamma = with_post ? cuda->norms[post_layer][post] : NULL,
+                              .gammas = norm_table(cuda, layer, kind),
+                              .post_gammas = with_post ? norm_table(cuda, post_layer, post) : NULL,
+                              .row_overlay = cuda->step.row_overlay,
+                              .rows = (int32_t)step->row_count,
+                              .width = (int32_t)cuda->shape.hidden,
+                              .add = add,
+                              .plus_one = cuda->config->norm_plus_one,
+                              .eps = cuda->config->norm_eps};
+    return cuda_check(cuda, k_norm_residual_bf16(&args, cuda->stream), "norm", err);
+}
+
+static bd_status linear_one(bd_cuda *cuda, uint32_t layer, bd_linear which, const uint16_t *x,
+                            float *y, bool bias, bd_error *err) {
+    const k_linear_args args = {.x = x,
+                                .w = cuda->linears[layer][which],
+                                .y = y,
+                                .bias = bias ? cuda->biases[layer][which] : NULL,
+                                .overlays = linear_table(cuda, layer * BD_LINEAR_COUNT + which),
+                                .tiles = cuda->step.tiles,
+                                .segments = cuda->step.segments,
+                                .row_overlay = cuda->step.row_overlay,
+                                .tile_count = (int32_t)cuda->step.tile_count,
+                                .tile_rows_max = (int32_t)cuda->step.tile_rows_max,
+                                .n = (int32_t)cuda->shape.linear_n[which],
+                                .k = (int32_t)cuda->shape.linear_k[which],
+                                .y_stride = (int32_t)cuda->shape.linear_n[which],
+                                .planes_max = (int32_t)cuda->step.planes_max};
+    return cuda_check(cuda, k_linear_plain_bf16(&args, cuda->stream), "linear", err);
+}
+
+bd_status cuda_linear(bd_backend *backend, const bd_step *step, uint32_t layer, bd_group group,
+                      bd_error *err) {
+    bd_cuda *cuda = cuda_of(backend);
+    const bd_model_config *config = cuda->config;
+    bd_status s;
+    switch (group) {
+    case BD_GROUP_QKV:
+        if ((s = linear_one(cuda, layer, BD_LINEAR_Q, cuda->normed, cuda->q_in, config->qkv_bias,
+                            err)) != BD_OK)
+            return s;
+        if ((s = linear_one(cuda, layer, BD_LINEAR_K, cuda->normed, cuda->k_in, config->qkv_bias,
+                            err)) != BD_OK)
+            return s;
+        return linear_one(cuda, layer, BD_LINEAR_V, cuda->normed, cuda->v_in, config->qkv_bias,
+                          err);
+    case BD_GROUP_O:
+        return linear_one(cuda, layer, BD_LINEAR_O, cuda->attn, cuda->proj, config->o_bias, err);
+    case BD_GROUP_GATE_UP:
+        if ((s = linear_one(cuda, layer, BD_LINEAR_GATE, cuda->normed, cuda->gate, config->mlp_bias,
+                            err)) != BD_OK)
+            return s;
+        if ((s = linear_one(cuda, layer, BD_LINEAR_UP, cuda->normed, cuda->up, config->mlp_bias,
+                            err)) != BD_OK)
+            return s;
+        return cuda_check(cuda,
+                          k_gate_bf16(cuda->act, cuda->gate, cuda->up,
+                                      (uint64_t)step->row_count * cuda->shape.ffn,
+                                      config->activation == BD_ACT_GELU_TANH, cuda->stream),
+                          "activation", err);
+    case BD_GROUP_DOWN:
+        return linear_one(cuda, layer, BD_LINEAR_DOWN, cuda->act, cuda->proj, config->mlp_bias,
+                          err);
+    }
+    return bd_fail(err, BD_E_INTERNAL, "linear", "unknown group");
+}
+
+static k_attention_args attention_args(const bd_cuda *cuda, const bd_step *step, uint32_t layer) {
+    const bd_model_config *config = cuda->config;
+    const bool norm = config->qk_norm;
+    return (k_attention_args){.q_in = cuda->q_in,
+                              .k_in = cuda->k_in,
+                              .v_in = cuda->v_in,
+                              .q = cuda->q,
+                              .kv = (uint16_t *)(void *)cuda->kv + layer * cuda->kv_layer_elements,
+                              .out = cuda->attn,
+                              .rope = cuda->rope,
+                              .row_rope = cuda->step.row_rope,
+                              .row_window = cuda->step.row_window,
+                              .positions = cuda->step.positions,
+                              .seq_of_row = cuda->step.seq_of_row,
+                              .seqs = cuda->step.seqs,
+                              .kv_blocks = cuda->step.kv_blocks,
+                              .q_gamma = norm ? cuda->norms[layer][BD_NORM_Q] : NULL,
+                              .k_gamma = norm ? cuda->norms[layer][BD_NORM_K] : NULL,
+                              .q_gammas = norm_table(cuda, layer, BD_NORM_Q),
+                              .k_gammas = norm_table(cuda, layer, BD_NORM_K),
+                              .row_overlay = cuda->step.row_overlay,
+                              .rows = (int32_t)step->row_count,
+                              .heads = (int32_t)cuda->shape.heads,
+                              .kv_heads = (int32_t)cuda->shape.kv_heads,
+                              .head_dim = (int32_t)cuda->shape.head_dim,
+                              .rotary_dim = (int32_t)config->rope.rotary_dim,
+                              .block_tokens = (int32_t)cuda->options.kv_block_tokens,
+                              .rope_positions = (int32_t)cuda->options.max_model_len,
+                              .use_window = config->window_layer[layer] != 0,
+                              .norm_plus_one = config->norm_plus_one,
+                              .scale = config->attn_scale,
+                              .softcap = config->attn_softcap,
+                              .eps = config->norm_eps};
+}
+
+bd_status cuda_rope_kv_write(bd_backend *backend, const bd_step *step, uint32_t layer,
+                             bd_error *err) {
+    bd_cuda *cuda = cuda_of(backend);
+    const k_attention_args args = attention_args(cuda, step, layer);
+    return cuda_check(cuda, k_rope_kv_write_bf16(&args, cuda->stream), "rope", err);
+}
+
+bd_status cuda_attention(bd_backend *backend, const bd_step *step, uint32_t layer, bd_error *err) {
+    bd_cuda *cuda = cuda_of(backend);
+    const k_attention_args args = attention_args(cuda, step, layer);
+    return cuda_check(cuda, k_attention_plain_bf16(&args, cuda->stream), "attention", err);
+}
+
+bd_status cuda_head(bd_backend *backend, const bd_step *step, bd_error *err) {
+    bd_cuda *cuda = cuda_of(backend);
+    const cuda_step *d = &cuda->step;
+    const uint32_t hidden = cuda->shape.hidden, vocab = cuda->shape.vocab;
+    bd_status s = cuda_check(cuda,
+                             k_gather_rows_bf16(cuda->head_in, cuda->normed, d->logits_rows,
+                                                (int32_t)step->logits_row_count, (int32_t)hidden,
+                                                cuda->stream),
+                             "head", err);
+    for (uint32_t b = 0; s == BD_OK && b < d->block_count; b++) {
+        const uint32_t first = b * d->block_rows,
+                       n = vocab - first < d->block_rows ? vocab - first : d->block_rows;
+        const k_linear_args args = {
+            .x = cuda->head_in,
+            .w = cuda->head + (size_t)first * hidden,
+            .y = cuda->logits + first,
+            .overlays =
+                linear_table(cuda, cuda->shape.layers * BD_LINEAR_COUNT + d->block_count + b),
+            .tiles = d->logits_tiles,
+            .segments = d->logits_segments,
+            .row_overlay = d->logits_overlay,
+            .tile_count = (int32_t)d->logits_tile_count,
+            .tile_rows_max = (int32_t)d->logits_tile_rows_max,
+            .n = (int32_t)n,
+            .k = (int32_t)hidden,
+            .y_stride = (int32_t)vocab,
+            .planes_max = (int32_t)d->planes_max};
+        s = cuda_check(cuda, k_linear_plain_bf16(&args, cuda->stream), "head", err);
+    }
+    return s;
+}
+
+bd_status cuda_sample(bd_backend *backend, const bd_step *step, bd_error *err) {
+    bd_cuda *cuda = cuda_of(backend);
+    const uint32_t vocab = cuda->shape.vocab;
+    for (uint32_t row = 0; row < step->logits_row_count; row += CUDA_SAMPLE_ROWS) {
+        const uint32_t count = step->logits_row_count - row < CUDA_SAMPLE_ROWS
+                                   ? step->logits_row_count - row
+                                   : CUDA_SAMPLE_ROWS;
+        const cudaError_t error =
+            k_sample(cuda->logits + (size_t)row * vocab, cuda->scratch,
+                     cuda->step.sample_rows + row, cuda->step.edits, cuda->results + row,
+                     (int32_t)count, (int32_t)vocab, cuda->config->logit_softcap, cuda->stream);
+        const bd_status s = cuda_check(cuda, error, "sampling", err);
+        if (s != BD_OK) return s;
+    }
+    return BD_OK;
+}

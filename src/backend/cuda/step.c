@@ -1,0 +1,299 @@
+/* step.c - a step's tables: laid out in pinned memory, copied to the device in one piece before the
+ * first kernel; results back. Layout depends only on the step, so the device addresses are known
+ * while the host copy is being filled. */
+#include <string.h>
+#include <time.h>
+
+#include "bitdelta/base/clock.h"
+#include "bitdelta/base/rng.h"
+#include "cuda_internal.h"
+
+static size_t embed_blocks_max(const cuda_shape *shape) {
+    /* A block holds at least one row of bits per byte of a page; pages are 2 MiB or more. */
+    const size_t per_block = (2u << 20) / (k_sign_bytes(128, shape->hidden) / 128 + 4);
+    return shape->vocab / per_block + 2;
+}
+
+size_t cuda_upload_bytes(const bd_backend_options *o, const cuda_shape *shape) {
+    const size_t blocks_per_seq =
+        (o->max_model_len + o->kv_block_tokens - 1) / o->kv_block_tokens + 1u;
+    const size_t items = (size_t)shape->layers * BD_LINEAR_COUNT + 2 * embed_blocks_max(shape);
+    size_t bytes = (size_t)o->rows_max * (6 * 4 + sizeof(k_segment) + sizeof(k_tile));
+    bytes += o->seqs_max * (sizeof(k_seq) + blocks_per_seq * 4);
+    bytes +=
+        o->logits_rows_max * (2 * 4 + sizeof(k_segment) + sizeof(k_tile) + sizeof(k_sample_row));
+    bytes += (size_t)CUDA_EDITS_MAX * sizeof(k_edit);
+    bytes += CUDA_OVERLAYS_MAX * (items * sizeof(k_overlay_linear) +
+                                  (shape->layers + 1u) * BD_NORM_COUNT * sizeof(void *));
+    return bytes + 64 * 256;
+}
+
+/* Room for count elements: the host address to fill; *device is where the kernels will find it.
+ * NULL: it does not fit. */
+static void *reserve(bd_cuda *cuda, size_t count, size_t element_bytes, const void **device) {
+    const size_t bytes = (count * element_bytes + 255u) & ~(size_t)255u;
+    if (bytes > cuda->upload.cap_bytes - cuda->upload.used_bytes) return NULL;
+    void *host = cuda->upload.host + cuda->upload.used_bytes;
+    *device = cuda->upload.device + cuda->upload.used_bytes;
+    cuda->upload.used_bytes += bytes;
+    return host;
+}
+#define RESERVE(count, type, device)                                                               \
+    ((type *)reserve(cuda, (count), sizeof(type), (const void **)(device)))
+
+static uint32_t tiles_fill(k_tile *tiles, const k_segment *segments, uint32_t segment_count,
+                           uint32_t row_count, uint32_t *rows_max) {
+    uint32_t count = 0, segment = 0;
+    *rows_max = 0;
+    for (uint32_t row = 0; row < row_count; row += K_TILE_TOKENS) {
+        const uint32_t end = row + K_TILE_TOKENS < row_count ? row + K_TILE_TOKENS : row_count;
+        while (segment < segment_count && (uint32_t)segments[segment].end_row <= row)
+            segment++;
+        uint32_t last = segment;
+        while (last < segment_count && (uint32_t)segments[last].first_row < end)
+            last++;
+        tiles[count++] = (k_tile){(int32_t)row, (int32_t)end, (int32_t)segment, (int32_t)last};
+        if (end - row > *rows_max) *rows_max = end - row;
+    }
+    return count;
+}
+
+static bool rows_fill(bd_cuda *cuda, const bd_step *step) {
+    cuda_step *d = &cuda->step;
+    int32_t *tokens = RESERVE(step->row_count, int32_t, &d->tokens),
+            *positions = RESERVE(step->row_count, int32_t, &d->positions);
+    int32_t *seq_of_row = RESERVE(step->row_count, int32_t, &d->seq_of_row),
+            *overlay = RESERVE(step->row_count, int32_t, &d->row_overlay);
+    int32_t *rope = RESERVE(step->row_count, int32_t, &d->row_rope),
+            *window = RESERVE(step->row_count, int32_t, &d->row_window);
+    k_segment *segments = RESERVE(step->segment_count, k_segment, &d->segments);
+    k_tile *tiles = RESERVE(step->row_count / K_TILE_TOKENS + 1u, k_tile, &d->tiles);
+    if (!tokens || !positions || !seq_of_row || !overlay || !rope || !window || !segments || !tiles)
+        return false;
+    memcpy(tokens, step->tokens, step->row_count * 4u);
+    memcpy(positions, step->positions, step->row_count * 4u);
+    memcpy(seq_of_row, step->seq_of_row, step->row_count * 4u);
+    d->planes_max = 0;
+    for (uint32_t i = 0; i < step->segment_count; i++) {
+        const bd_segment *s = &step->segments[i];
+        const bd_overlay *o = s->overlay >= 0 ? step->overlays[s->overlay] : NULL;
+        segments[i] =
+            (k_segment){s->overlay, (int32_t)s->first_row, (int32_t)(s->first_row + s->row_count)};
+        for (uint32_t row = s->first_row; row < s->first_row + s->row_count; row++) {
+            overlay[row] = s->overlay;
+            rope[row] = o ? (int32_t)o->rope_table : 0;
+            window[row] = (int32_t)(o ? o->window_tokens : cuda->config->window_tokens);
+        }
+    }
+    d->tile_count =
+        tiles_fill(tiles, segments, step->segment_count, step->row_count, &d->tile_rows_max);
+    return true;
+}
+
+static bool seqs_fill(bd_cuda *cuda, const bd_step *step) {
+    cuda_step *d = &cuda->step;
+    size_t blocks = 0, at = 0;
+    const uint32_t per = cuda->options.kv_block_tokens;
+    for (uint32_t i = 0; i < step->seq_count; i++)
+        blocks += (step->seqs[i].kv_before_tokens + step->seqs[i].row_count + per - 1) / per;
+    k_seq *seqs = RESERVE(step->seq_count, k_seq, &d->seqs);
+    int32_t *table = RESERVE(blocks, int32_t, &d->kv_blocks);
+    if (!seqs || !table) return false;
+    for (uint32_t i = 0; i < step->seq_count; i++) {
+        const bd_seq *s = &step->seqs[i];
+        const size_t count = (s->kv_before_tokens + s->row_count + per - 1) / per;
+        seqs[i] = (k_seq){(int32_t)s->first_row, (int32_t)s->row_count,
+                          (int32_t)s->kv_before_tokens, (int32_t)at};
+        memcpy(table + at, s->kv_blocks, count * 4);
+        at += count;
+    }
+    return true;
+}
+
+static void sample_row_fill(k_sample_row *out, const bd_cuda *cuda, const bd_step *step,
+                            const bd_logits_row *row, const bd_overlay *overlay) {
+    const bd_seq *seq = &step->seqs[row->seq];
+    const bd_sampling *p = &seq->sampling;
+    *out = (k_sample_row){
+        .target = row->target,
+        .top_count = row->top_count,
+        .vocab = (int32_t)(overlay && overlay->vocab < cuda->shape.vocab ? overlay->vocab
+                                                                         : cuda->shape.vocab),
+        .top_k = p->top_k,
+        .temperature = p->temperature,
+        .top_p = p->top_p,
+        .min_p = p->min_p,
+        .uniform = (float)bd_rng_uniform(p->seed, p->choice, step->positions[row->row])};
+    if (out->uniform >= 1.0f)
+        out->uniform = 0x1.fffffep-1f; /* rounding to float32 must stay below one */
+}
+
+static bool logits_fill(bd_cuda *cuda, const bd_step *step) {
+    cuda_step *d = &cuda->step;
+    const uint32_t count = step->logits_row_count;
+    int32_t *rows = RESERVE(count, int32_t, &d->logits_rows),
+            *overlays = RESERVE(count, int32_t, &d->logits_overlay);
+    k_segment *segments = RESERVE(count, k_segment, &d->logits_segments);
+    k_tile *tiles = RESERVE(count / K_TILE_TOKENS + 1u, k_tile, &d->logits_tiles);
+    k_sample_row *samples = RESERVE(count, k_sample_row, &d->sample_rows);
+    size_t edit_count = 0, at = 0;
+    for (uint32_t i = 0; i < count; i++)
+        if (step->logits_rows[i].target < 0)
+            edit_count += step->seqs[step->logits_rows[i].seq].edit_count;
+    k_edit *edits = edit_count <= CUDA_EDITS_MAX ? RESERVE(edit_count, k_edit, &d->edits) : NULL;
+    if (!rows || !overlays || !segments || !tiles || !samples || !edits) return false;
+    uint32_t segment_count = 0, segment = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        const bd_logits_row *row = &step->logits_rows[i];
+        while (segment + 1 < step->segment_count &&
+               row->row >= step->segments[segment + 1].first_row)
+            segment++;
+        while (row->row < step->segments[segment].first_row)
+            segment--;
+        const int32_t overlay = step->segments[segment].overlay;
+        rows[i] = (int32_t)row->row;
+        overlays[i] = overlay;
+        if (segment_count && segments[segment_count - 1].overlay == overlay)
+            segments[segment_count - 1].end_row++;
+        else
+            segments[segment_count++] = (k_segment){overlay, (int32_t)i, (int32_t)i + 1};
+        sample_row_fill(&samples[i], cuda, step, row,
+                        overlay >= 0 ? step->overlays[overlay] : NULL);
+        if (row->target >= 0) continue;
+        const bd_seq *seq = &step->seqs[row->seq];
+        samples[i].first_edit = (int32_t)at;
+        samples[i].edit_count = (int32_t)seq->edit_count;
+        for (uint32_t e = 0; e < seq->edit_count; e++)
+            edits[at++] =
+                (k_edit){seq->edits[e].token, seq->edits[e].repetition, seq->edits[e].add};
+    }
+    d->logits_tile_count =
+        tiles_fill(tiles, segments, segment_count, count, &d->logits_tile_rows_max);
+    return true;
+}
+
+static void linear_fill(k_overlay_linear *out, const bd_overlay_linear *in, uint32_t *planes_max) {
+    *out = (k_overlay_linear){.bias = in->bias, .plane_count = in->plane_count};
+    for (uint32_t p = 0; p < in->plane_count; p++) {
+        out->bits[p] = in->planes[p].bits;
+        out->scale[p] = in->planes[p].scale;
+    }
+    if (in->plane_count > *planes_max) *planes_max = in->plane_count;
+}
+
+/* BD_E_UNSUPPORTED for what this backend has no kernel for. */
+static bd_status overlays_check(const bd_cuda *cuda, const bd_step *step, bd_error *err) {
+    if (step->overlay_count > CUDA_OVERLAYS_MAX)
+        return bd_fail(err, BD_E_LIMIT, "step", "%u variants in one step, at most %u",
+                       step->overlay_count, CUDA_OVERLAYS_MAX);
+    const uint32_t count = cuda->shape.layers * BD_LINEAR_COUNT;
+    for (uint32_t v = 0; v < step->overlay_count; v++)
+        for (uint32_t i = 0; i < count; i++)
+            if (step->overlays[v]->linears[i].lora_rank)
+                return bd_fail(err, BD_E_UNSUPPORTED, "lora",
+                               "low-rank adapters run on the CPU backend only (--backend cpu)");
+    return BD_OK;
+}
+
+static bool overlays_fill(bd_cuda *cuda, const bd_step *step) {
+    cuda_step *d = &cuda->step;
+    const uint32_t layers = cuda->shape.layers, n = step->overlay_count,
+                   count = layers * BD_LINEAR_COUNT;
+    d->overlay_count = n;
+    d->block_rows = cuda->shape.vocab;
+    d->block_count = 1;
+    for (uint32_t v = 0; v < n; v++)
+        if (step->overlays[v]->block_count)
+            d->block_rows = step->overlays[v]->block_rows,
+            d->block_count = step->overlays[v]->block_count;
+    const size_t items = count + 2u * (size_t)d->block_count;
+    k_overlay_linear *table = RESERVE(items * n, k_overlay_linear, &d->linears);
+    const float **norms =
+        RESERVE((layers + 1u) * (size_t)BD_NORM_COUNT * n, const float *, &d->norms);
+    if (!table || !norms) return false;
+    for (uint32_t v = 0; v < n; v++) {
+        const bd_overlay *o = step->overlays[v];
+        static const bd_overlay_linear none = {0};
+        for (uint32_t i = 0; i < count; i++)
+            linear_fill(&table[(size_t)i * n + v], &o->linears[i], &d->planes_max);
+        for (uint32_t b = 0; b < d->block_count; b++) {
+            linear_fill(&table[(size_t)(count + b) * n + v], o->embed ? &o->embed[b] : &none,
+                        &d->planes_max);
+            linear_fill(&table[(size_t)(count + d->block_count + b) * n + v],
+                        o->head ? &o->head[b] : &none, &d->planes_max);
+        }
+        for (uint32_t i = 0; i < (layers + 1u) * BD_NORM_COUNT; i++)
+            norms[(size_t)i * n + v] = o->norms ? o->norms[i] : NULL;
+    }
+    return true;
+}
+
+bd_status cuda_step_begin(bd_backend *backend, const bd_step *step, bd_error *err) {
+    bd_cuda *cuda = cuda_of(backend);
+    BD_ASSERT(step->row_count <= cuda->options.rows_max &&
+              step->logits_row_count <= cuda->options.logits_rows_max);
+    if (atomic_load(&cuda->lost))
+        return bd_fail(err, BD_E_DEVICE, "device", "the GPU was lost earlier");
+    bd_status s = cuda_check(cuda, cudaSetDevice(cuda->device), "device", err);
+    if (s == BD_OK) s = overlays_check(cuda, step, err);
+    if (s != BD_OK) return s;
+    cuda->upload.used_bytes = 0;
+    cuda->step = (cuda_step){0};
+    if (!rows_fill(cuda, step) || !seqs_fill(cuda, step) || !logits_fill(cuda, step) ||
+        !overlays_fill(cuda, step))
+        return bd_fail(err, BD_E_LIMIT, "step", "its tables exceed %zu bytes",
+                       cuda->upload.cap_bytes);
+    return cuda_check(cuda,
+                      cudaMemcpyAsync(cuda->upload.device, cuda->upload.host,
+                                      cuda->upload.used_bytes, cudaMemcpyHostToDevice,
+                                      cuda->stream),
+                      "step tables", err);
+}
+
+bd_status cuda_step_wait(bd_backend *backend, const bd_step *step, uint64_t deadline_us,
+                         bd_token_result *results, bd_error *err) {
+    bd_cuda *cuda = cuda_of(backend);
+    const size_t bytes = step->logits_row_count * sizeof(k_sample_result);
+    bd_status s = BD_OK;
+    if (bytes)
+        s = cuda_check(cuda,
+                       cudaMemcpyAsync(cuda->results_host, cuda->results, bytes,
+                                       cudaMemcpyDeviceToHost, cuda->stream),
+                       "results", err);
+    if (s == BD_OK)
+        s = cuda_check(cuda, cudaEventRecord(cuda->step_done, cuda->stream), "step", err);
+    if (s != BD_OK) return s;
+    /* Polled, not synchronised: a hung kernel must not hang the thread. Short steps are spun for,
+     * long ones slept for. */
+    const uint64_t start = bd_now_us();
+    for (;;) {
+        const cudaError_t error = cudaEventQuery(cuda->step_done);
+        if (error == cudaSuccess) break;
+        if (error != cudaErrorNotReady) return cuda_check(cuda, error, "step", err);
+        const uint64_t now = bd_now_us();
+        if (now >= deadline_us) {
+            atomic_store(&cuda->lost, true);
+            return bd_fail(err, BD_E_DEVICE, "step", "no answer from the GPU within the deadline");
+        }
+        if (now - start > 300) nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL);
+    }
+    for (uint32_t i = 0; i < step->logits_row_count; i++) {
+        const k_sample_result *from = &cuda->results_host[i];
+        results[i] = (bd_token_result){.id = from->id,
+                                       .logprob = from->logprob,
+                                       .rank = from->rank,
+                                       .top_count = step->logits_rows[i].top_count,
+                                       .fault = from->fault != 0};
+        memcpy(results[i].top_ids, from->top_ids, sizeof results[i].top_ids);
+        memcpy(results[i].top_logprobs, from->top_logprobs, sizeof results[i].top_logprobs);
+    }
+    return BD_OK;
+}
+
+bd_status cuda_logits_get(bd_backend *backend, uint32_t index, float *out, bd_error *err) {
+    bd_cuda *cuda = cuda_of(backend);
+    const size_t vocab = cuda->shape.vocab;
+    return cuda_check(
+        cuda, cudaMemcpy(out, cuda->logits + index * vocab, vocab * 4, cudaMemcpyDeviceToHost),
+        "logits", err);
+}
