@@ -1,0 +1,236 @@
+/* schedule.c - what runs in the next step: which variants, which sequences, how many rows of each; and who has to give
+ * up its KV when none is left. bd-sched only, while no step runs, so every block may be moved. */
+#include <string.h>
+
+#include "internal.h"
+
+/* The overlay a sequence's next rows go through: without decode_delta the base continues after the prompt. */
+static uint32_t group_now(const bd_engine *engine, const bd_sequence *sequence) {
+    bool base = !engine->options.decode_delta && sequence->computed >= sequence->prompt_count;
+    return base ? BD_GROUP_BASE : sequence->group;
+}
+
+static uint32_t rows_wanted(const bd_sequence *sequence) {
+    uint32_t target = bd_sequence_target(sequence);
+    return target > sequence->computed ? target - sequence->computed : 0;
+}
+
+static bool decodes(const bd_sequence *sequence) {
+    return sequence->count > sequence->prompt_count && rows_wanted(sequence) == 1;
+}
+
+static bool runnable(const bd_sequence *sequence) {
+    return !sequence->cancelled && !bd_sequence_idle(sequence) && rows_wanted(sequence) > 0;
+}
+
+void bd_engine_admit(bd_engine *engine) {
+    /* Strictly in order: a long prompt at the head is not passed over for ever. */
+    while (engine->waiting.first && engine->running.count < engine->cap) {
+        bd_sequence *sequence = engine->waiting.first;
+        if (!bd_sequence_admit(engine, sequence)) return;
+        bd_list_remove(&engine->waiting, sequence);
+        sequence->state = BD_SEQ_RUNNING;
+        bd_list_insert(&engine->running, sequence);
+    }
+}
+
+/* ---- Variants of the step ---- */
+
+/* At most variants_per_step_max of those with work, the longest unserved first: a rotation. */
+static void choose_groups(bd_engine *engine) {
+    for (uint32_t i = 0; i < engine->group_count; i++)
+        engine->groups[i].wanted = engine->groups[i].chosen = false;
+    for (const bd_sequence *s = engine->running.first; s; s = s->next) {
+        if (!runnable(s)) continue;
+        uint32_t group = group_now(engine, s);
+        if (group != BD_GROUP_BASE) engine->groups[group].wanted = true;
+    }
+    for (uint32_t n = 0; n < engine->options.variants_per_step_max; n++) {
+        bd_engine_group *best = NULL;
+        for (uint32_t i = 0; i < engine->group_count; i++) {
+            bd_engine_group *group = &engine->groups[i];
+            if (!group->wanted || group->chosen) continue;
+            if (!best || group->served_step < best->served_step) best = group;
+        }
+        if (!best) return;
+        best->chosen = true;
+    }
+}
+
+static bool chosen(const bd_engine *engine, const bd_sequence *sequence) {
+    uint32_t group = group_now(engine, sequence);
+    return group == BD_GROUP_BASE || engine->groups[group].chosen;
+}
+
+/* ---- Blocks for decoding ---- */
+
+static void preempt(bd_engine *engine, bd_sequence *sequence) {
+    BD_ASSERT(sequence->scheduled == 0);
+    bd_list_remove(&engine->running, sequence);
+    bd_sequence_drop_blocks(engine, sequence);
+    sequence->state = BD_SEQ_WAITING;
+    bd_list_insert(&engine->waiting, sequence);
+    bd_stat_add(&engine->stat_preemptions, 1);
+    if (engine->metrics.preemptions) bd_metric_add(engine->metrics.preemptions, 1.0);
+}
+
+/* A block for the next token. Those of least claim give way, from the end of the list; false: that was the sequence
+ * itself. */
+static bool grow(bd_engine *engine, bd_sequence *sequence) {
+    uint32_t need = bd_blocks_for(engine, sequence->computed + 1);
+    if (need <= sequence->block_count) return true;
+    while (!bd_kv_acquire(engine->kv, &sequence->blocks[sequence->block_count])) {
+        bd_sequence *victim = engine->running.last;
+        BD_ASSERT(victim);
+        preempt(engine, victim);
+        if (victim == sequence) return false;
+    }
+    sequence->block_count++;
+    return true;
+}
+
+/* ---- Rows ---- */
+
+typedef struct budget {
+    uint32_t rows, logits, picks;
+} budget;
+
+/* Logits rows that the next n rows of a sequence need. Row p tells of prompt token p + 1. */
+static uint32_t logits_needed(const bd_sequence *sequence, uint32_t n) {
+    uint32_t end = sequence->computed + n;
+    uint32_t needed = sequence->max_new > 0 && end == sequence->count ? 1 : 0;
+    if (!sequence->prompt_wanted) return needed;
+    uint32_t from = sequence->prompt_next - 1;
+    if (from < sequence->computed) from = sequence->computed;
+    uint32_t to = end < sequence->prompt_count ? end : sequence->prompt_count - 1;
+    return to > from ? needed + (to - from) : needed;
+}
+
+static uint32_t chunk_rows(const bd_engine *engine, const bd_sequence *sequence,
+                           const budget *left) {
+    uint32_t n = rows_wanted(sequence);
+    uint32_t chunk = engine->options.prefill_chunk_tokens;
+    if (n > chunk) n = chunk;
+    if (n > left->rows) n = left->rows;
+    /* A chunk has one overlay: it ends where the base takes over. */
+    if (!engine->options.decode_delta && sequence->computed < sequence->prompt_count &&
+        n > sequence->prompt_count - sequence->computed)
+        n = sequence->prompt_count - sequence->computed;
+    while (n > 0 && logits_needed(sequence, n) > left->logits) n--;
+    return n;
+}
+
+static void pick(bd_engine *engine, bd_sequence *sequence, uint32_t rows, budget *left) {
+    uint32_t logits = logits_needed(sequence, rows);
+    BD_ASSERT(rows <= left->rows && logits <= left->logits);
+    engine->picks[left->picks++] = (bd_pick){sequence, group_now(engine, sequence), rows};
+    left->rows -= rows;
+    left->logits -= logits;
+}
+
+static uint32_t choose_rows(bd_engine *engine) {
+    budget left = {engine->options.rows_max, engine->options.logits_rows_max, 0};
+    /* Oldest first; whoever is preempted on the way comes later in the list, so it is not picked yet. */
+    bd_sequence *next;
+    for (bd_sequence *s = engine->running.first; s; s = next) {
+        bool ready = decodes(s) && runnable(s) && chosen(engine, s) && grow(engine, s);
+        next = s->state == BD_SEQ_RUNNING ? s->next : NULL;
+        if (ready) pick(engine, s, 1, &left);
+    }
+    for (bd_sequence *s = engine->running.first; s && left.rows > 0; s = s->next) {
+        if (decodes(s) || !runnable(s) || !chosen(engine, s)) continue;
+        uint32_t rows = chunk_rows(engine, s, &left);
+        if (rows > 0) pick(engine, s, rows, &left);
+    }
+    return left.picks;
+}
+
+/* ---- The step ---- */
+
+static void add_logits_rows(bd_step_buffer *buffer, const bd_sequence *sequence,
+                            uint32_t seq_index) {
+    bd_step *step = &buffer->step;
+    const bd_seq *seq = &buffer->seqs[seq_index];
+    buffer->logits_first[seq_index] = step->logits_row_count;
+    for (uint32_t i = 0; i < seq->row_count; i++) {
+        uint32_t at = sequence->computed + i;
+        bool reports = sequence->prompt_wanted && at + 1 >= sequence->prompt_next &&
+                       at + 1 < sequence->prompt_count;
+        bool samples = sequence->max_new > 0 && at + 1 == sequence->count;
+        if (!reports && !samples) continue;
+        bd_logits_row *row = &buffer->logits_rows[step->logits_row_count++];
+        *row = (bd_logits_row){.row = seq->first_row + i, .seq = seq_index, .target = -1};
+        row->top_count = reports ? sequence->prompt_top_count : sequence->top_count;
+        if (reports) row->target = sequence->tokens[at + 1];
+    }
+}
+
+static void add_sequence(bd_step_buffer *buffer, const bd_pick *pick) {
+    bd_step *step = &buffer->step;
+    bd_sequence *sequence = pick->sequence;
+    uint32_t seq_index = step->seq_count++;
+    buffer->sequences[seq_index] = sequence;
+    buffer->seqs[seq_index] = (bd_seq){
+        .first_row = step->row_count,
+        .row_count = pick->rows,
+        .kv_before_tokens = sequence->computed,
+        .kv_blocks = sequence->blocks,
+        .sampling = sequence->sampling,
+        .edit_count = sequence->edits.count,
+        .edits = sequence->edits.edits,
+    };
+    memcpy(buffer->tokens + step->row_count, sequence->tokens + sequence->computed,
+           pick->rows * sizeof *buffer->tokens);
+    for (uint32_t i = 0; i < pick->rows; i++) {
+        buffer->positions[step->row_count + i] = sequence->computed + i;
+        buffer->seq_of_row[step->row_count + i] = seq_index;
+    }
+    add_logits_rows(buffer, sequence, seq_index);
+    step->row_count += pick->rows;
+    sequence->scheduled = pick->rows;
+}
+
+/* All picks of one group become one segment. */
+static void add_segment(bd_engine *engine, bd_step_buffer *buffer, uint32_t group,
+                        uint32_t pick_count) {
+    bd_step *step = &buffer->step;
+    uint32_t first_row = step->row_count;
+    for (uint32_t i = 0; i < pick_count; i++)
+        if (engine->picks[i].group == group) add_sequence(buffer, &engine->picks[i]);
+    if (step->row_count == first_row) return;
+    bd_segment *segment = &buffer->segments[step->segment_count++];
+    *segment = (bd_segment){-1, first_row, step->row_count - first_row};
+    if (group == BD_GROUP_BASE) return;
+    segment->overlay = (int32_t)step->overlay_count;
+    buffer->overlays[step->overlay_count++] = engine->groups[group].overlay;
+    engine->groups[group].served_step = step->id;
+}
+
+bd_step_buffer *bd_engine_build(bd_engine *engine) {
+    BD_ASSERT(!engine->in_flight);
+    bd_engine_admit(engine);
+    choose_groups(engine);
+    uint32_t pick_count = choose_rows(engine);
+    if (pick_count == 0) return NULL;
+    bd_step_buffer *buffer = &engine->buffers[engine->next_buffer];
+    BD_ASSERT(!buffer->pending);
+    engine->next_buffer ^= 1u;
+    bd_step *step = &buffer->step;
+    bd_stat_add(&engine->stat_steps, 1);
+    *step = (bd_step){
+        .id = atomic_load_explicit(&engine->stat_steps, memory_order_relaxed),
+        .tokens = buffer->tokens,
+        .positions = buffer->positions,
+        .seq_of_row = buffer->seq_of_row,
+        .seqs = buffer->seqs,
+        .segments = buffer->segments,
+        .overlays = buffer->overlays,
+        .logits_rows = buffer->logits_rows,
+    };
+    add_segment(engine, buffer, BD_GROUP_BASE, pick_count);
+    for (uint32_t g = 0; g < engine->group_count; g++)
+        if (engine->groups[g].chosen) add_segment(engine, buffer, g, pick_count);
+    buffer->logits_first[step->seq_count] = step->logits_row_count;
+    BD_ASSERT(step->seq_count == pick_count);
+    return buffer;
+}
