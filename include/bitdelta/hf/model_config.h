@@ -44,7 +44,8 @@ typedef struct bd_model_config {
     bool norm_plus_one;            /* gamma is 1 + w (Gemma) */
     bool qkv_bias, o_bias, mlp_bias, qk_norm, post_norms, tied;
     bd_activation activation;
-    float embed_scale;             /* 1 unless Gemma; rounded to bf16 as transformers does */
+    float embed_scale;             /* 1 unless Gemma: sqrt(hidden) in float32, as transformers has it for float32 weights
+                                      (there it takes the dtype of the weights) */
     float attn_scale;              /* 1/sqrt(head_dim) unless query_pre_attn_scalar */
     float attn_softcap, logit_softcap; /* 0: none */
     bd_rope_config rope;
@@ -61,5 +62,12 @@ BD_MUST_CHECK bd_status bd_model_config_read(const char *dir, bd_model_config *o
  * differ from the base's; any other difference is BD_E_MISMATCH naming the field. */
 BD_MUST_CHECK bd_status bd_model_config_read_variant(const char *dir, const bd_model_config *base,
                                                      bd_model_config *out, bd_error *err);
+
+/* The rule above on two configs already read; subject: the path, for the message. */
+BD_MUST_CHECK bd_status bd_model_config_check_variant(const bd_model_config *base,
+                                                      const bd_model_config *variant,
+                                                      const char *subject, bd_error *err);
+/* Does anything that may differ do so? */
+bool bd_model_config_variant_differs(const bd_model_config *base, const bd_model_config *variant);
 
 #endif
