@@ -16,6 +16,7 @@ typedef enum bd_io_choice { BD_IO_AUTO, BD_IO_URING, BD_IO_PREAD } bd_io_choice;
 
 typedef struct bd_loader_options {
     bd_model *model;
+    uint32_t rank;                /* names the threads: bd-load-<rank> */
     bd_io_choice io;
     uint32_t read_threads;        /* pread path; 0: 8 */
     uint32_t block_bytes;         /* one read; 0: 4 MiB. A file with larger chunks is verified whole first */

@@ -1,0 +1,265 @@
+/* load_job.c - what a load does in which order: plan, files, blocks, checks, pages, result. */
+#include "load_job.h"
+
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "bitdelta/base/clock.h"
+
+void bd_load_job_fail(bd_load_job *job, bd_status status, const bd_error *error) {
+    BD_ASSERT(status != BD_OK);
+    if (job->status != BD_OK)
+        return; /* the first fault is the cause, later ones often its effects */
+    job->status = status;
+    job->error = *error;
+    job->error.status = status;
+}
+
+void bd_load_job_check_cancel(bd_load_job *job) {
+    if (job->status != BD_OK || !atomic_load(&job->load->cancel)) return;
+    bd_error error;
+    bd_status status =
+        bd_fail(&error, BD_CANCELLED, job->load->delta->variant, "the load was cancelled");
+    bd_load_job_fail(job, status, &error);
+}
+
+static bd_status make_plan(bd_load_job *job, bd_error *err) {
+    const bd_loader_source *source = job->source;
+    const bd_load *load = job->load;
+    bd_status status = source->plan_create(source->ctx, load->delta, &job->plan, err);
+    if (status != BD_OK) return status;
+    job->has_plan = true;
+    if (job->plan.page_count > load->page_count)
+        return bd_fail(err, BD_E_INTERNAL, load->delta->variant,
+                       "the plan needs %" PRIu32 " pages, the load has %" PRIu32,
+                       job->plan.page_count, load->page_count);
+    for (uint32_t i = 0; i < job->plan.piece_count; i++) {
+        BD_ASSERT(job->plan.pieces[i].file_index < load->delta->shard_count);
+        job->used[job->plan.pieces[i].file_index] = true;
+    }
+    status = source->overlay_create(source->ctx, load->delta, &job->plan, load->pages,
+                                    &job->overlay, err);
+    if (status != BD_OK) return status;
+    return source->feed_create(source->ctx, &job->plan, load->pages, &job->feed, err);
+}
+
+/* Chunks are checked as they come if they fit a block; else the whole file is checked first. */
+static bool has_usable_chunks(const bd_load_job *job, uint32_t file_index) {
+    uint64_t chunk_bytes = job->load->delta->files[file_index].chunk_bytes;
+    return chunk_bytes > 0 && chunk_bytes <= job->block_bytes;
+}
+
+static bd_status begin(bd_load_job *job, bd_error *err) {
+    const bd_delta *delta = job->load->delta;
+    bd_status status = make_plan(job, err);
+    for (uint32_t i = 0; i < delta->shard_count && status == BD_OK; i++) {
+        if (!job->used[i]) continue;
+        status = bd_shard_file_open(&job->files[i], delta->dir, &delta->files[i], err);
+        job->files[i].no_chunk_sums = !has_usable_chunks(job, i);
+    }
+    return status;
+}
+
+bd_load_job *bd_load_job_create(bd_load *load, const bd_loader_source *source, bd_mailbox *inbox,
+                                uint32_t block_bytes) {
+    uint32_t count = load->delta->shard_count;
+    bd_load_job *job = calloc(1, sizeof *job);
+    if (!job) return NULL;
+    job->load = load;
+    job->source = source;
+    job->inbox = inbox;
+    job->block_bytes = block_bytes;
+    job->files = calloc(count ? count : 1, sizeof *job->files);
+    job->used = calloc(count ? count : 1, sizeof *job->used);
+    if (!job->files || !job->used) {
+        free(job->files);
+        free(job->used);
+        free(job);
+        return NULL;
+    }
+    for (uint32_t i = 0; i < count; i++)
+        job->files[i].fd_direct = job->files[i].fd_buffered = -1;
+    bd_error error = {0};
+    bd_load_job_check_cancel(job);
+    if (job->status != BD_OK) return job;
+    bd_status status = begin(job, &error);
+    if (status != BD_OK) bd_load_job_fail(job, status, &error);
+    return job;
+}
+
+static void *verify_main(void *arg) {
+    bd_load_job *job = arg;
+    pthread_setname_np(pthread_self(), "bd-verify");
+    bd_mailbox *inbox = job->inbox; /* outlives the job */
+    job->verify_status =
+        job->source->verify_file(job->load->delta, job->send_file, &job->verify_error);
+    atomic_store(&job->verify_state, BD_VERIFY_DONE);
+    bd_mailbox_wake(inbox);
+    return NULL;
+}
+
+/* True once send_file may be read. The check takes seconds for a large file, so other loads must
+ * not wait for it. */
+static bool verified(bd_load_job *job) {
+    if (!job->files[job->send_file].no_chunk_sums || job->send_from > 0) return true;
+    switch ((bd_verify_state)atomic_load(&job->verify_state)) {
+    case BD_VERIFY_RUNNING:
+        return false;
+    case BD_VERIFY_DONE:
+        pthread_join(job->verify_thread, NULL);
+        atomic_store(&job->verify_state, BD_VERIFY_NONE);
+        if (job->verify_status != BD_OK)
+            bd_load_job_fail(job, job->verify_status, &job->verify_error);
+        return job->verify_status == BD_OK;
+    case BD_VERIFY_NONE:
+        break;
+    }
+    atomic_store(&job->verify_state, BD_VERIFY_RUNNING);
+    int rc = pthread_create(&job->verify_thread, NULL, verify_main, job);
+    if (rc == 0) return false;
+    atomic_store(&job->verify_state, BD_VERIFY_NONE);
+    bd_error error;
+    bd_load_job_fail(job,
+                     bd_fail_errno(&error, BD_E_MEMORY, job->files[job->send_file].path, rc,
+                                   "no thread for the whole-file check"),
+                     &error);
+    return false;
+}
+
+static bool more_to_send(bd_load_job *job) {
+    const bd_delta *delta = job->load->delta;
+    while (job->send_file < delta->shard_count) {
+        if (job->used[job->send_file] && job->send_from < job->files[job->send_file].bytes)
+            return true;
+        job->send_file++;
+        job->send_from = 0;
+    }
+    return false;
+}
+
+bool bd_load_job_next(bd_load_job *job, bd_block *block) {
+    if (job->status != BD_OK || !more_to_send(job) || !verified(job)) return false;
+    bd_shard_file *file = &job->files[job->send_file];
+    uint64_t unit = job->load->delta->files[job->send_file].chunk_bytes;
+    if (file->no_chunk_sums) unit = BD_IO_ALIGN_BYTES;
+    uint64_t bytes = job->block_bytes / unit * unit;
+    if (bytes > file->bytes - job->send_from) bytes = file->bytes - job->send_from;
+    bd_span_begin(&block->span, file, job->send_from, bytes);
+    block->job = job;
+    block->file_index = job->send_file;
+    block->read_done = false;
+    block->next = NULL;
+    if (job->last)
+        job->last->next = block;
+    else
+        job->first = block;
+    job->last = block;
+    job->blocks_held++;
+    job->blocks_flying++;
+    job->send_from += bytes;
+    return true;
+}
+
+bd_block *bd_load_job_pop(bd_load_job *job) {
+    bd_block *block = job->first;
+    if (!block || !block->read_done) return NULL;
+    job->first = block->next;
+    if (!job->first) job->last = NULL;
+    job->blocks_held--;
+    return block;
+}
+
+static bd_status check_chunks(const bd_load_job *job, const bd_block *block, bd_error *err) {
+    if (block->span.file->no_chunk_sums) return BD_OK;
+    const bd_delta *delta = job->load->delta;
+    uint64_t chunk_bytes = delta->files[block->file_index].chunk_bytes;
+    const uint8_t *data = bd_span_data(&block->span);
+    bd_status status = BD_OK;
+    for (uint64_t at = 0; at < block->span.bytes && status == BD_OK; at += chunk_bytes) {
+        uint64_t left = block->span.bytes - at;
+        uint32_t chunk = (uint32_t)((block->span.from + at) / chunk_bytes);
+        status = job->source->check_chunk(delta, block->file_index, chunk, data + at,
+                                          left < chunk_bytes ? left : chunk_bytes, err);
+    }
+    return status;
+}
+
+static bd_status feed_block(bd_load_job *job, const bd_block *block, bd_error *err) {
+    const bd_span *span = &block->span;
+    bd_status status = check_chunks(job, block, err);
+    if (status != BD_OK) return status;
+    status = job->source->feed_bytes(job->feed, block->file_index, span->from, bd_span_data(span),
+                                     span->bytes, err);
+    if (status != BD_OK) return status;
+    bd_shard_file_drop_cache(span->file, span->from, span->bytes);
+    atomic_fetch_add(&job->load->read_bytes, span->bytes);
+    if (span->from + span->bytes == span->file->bytes)
+        status = bd_shard_file_unchanged(span->file, err);
+    return status;
+}
+
+bool bd_load_job_feed(bd_load_job *job, const bd_block *block) {
+    bd_load_job_check_cancel(job);
+    if (job->status != BD_OK) return false;
+    bd_error error = {0};
+    bd_status status = feed_block(job, block, &error);
+    uint32_t ready = 0;
+    bool moved = false;
+    if (status == BD_OK) {
+        ready = job->source->feed_ready(job->feed);
+        moved = ready > atomic_load(&job->load->ready_count);
+    }
+    /* Steps may read a layer as soon as it is counted, so its bytes must be on the device by then.
+     */
+    if (moved && job->source->flush) status = job->source->flush(job->source->ctx, &error);
+    if (status != BD_OK) {
+        bd_load_job_fail(job, status, &error);
+        return false;
+    }
+    if (moved) atomic_store_explicit(&job->load->ready_count, ready, memory_order_release);
+    return moved;
+}
+
+bool bd_load_job_over(bd_load_job *job) {
+    if (job->blocks_flying > 0) return false;
+    /* While a check runs its thread uses the job, so even a failed load waits for it. */
+    if (atomic_load(&job->verify_state) == BD_VERIFY_RUNNING) return false;
+    if (job->status != BD_OK) return true;
+    return job->blocks_held == 0 && !more_to_send(job);
+}
+
+static void check_complete(bd_load_job *job) {
+    if (job->status != BD_OK) return;
+    uint32_t ready = job->source->feed_ready(job->feed);
+    if (ready == job->plan.ready_count) return;
+    bd_error error;
+    bd_status status =
+        bd_fail(&error, BD_E_INTERNAL, job->load->delta->variant,
+                "all files are read but only %" PRIu32 " of %" PRIu32 " layers are complete", ready,
+                job->plan.ready_count);
+    bd_load_job_fail(job, status, &error);
+}
+
+void bd_load_job_end(bd_load_job *job) {
+    const bd_loader_source *source = job->source;
+    bd_load *load = job->load;
+    if (atomic_load(&job->verify_state) == BD_VERIFY_DONE) pthread_join(job->verify_thread, NULL);
+    check_complete(job);
+    load->status = job->status;
+    load->error = job->error;
+    load->pages_used = job->has_plan ? job->plan.page_count : 0;
+    if (job->feed) source->feed_destroy(job->feed);
+    if (job->status == BD_OK) {
+        load->overlay = job->overlay;
+    } else if (job->overlay) {
+        source->overlay_destroy(job->overlay);
+    }
+    for (uint32_t i = 0; i < load->delta->shard_count; i++)
+        bd_shard_file_close(&job->files[i]);
+    if (job->has_plan) source->plan_destroy(&job->plan);
+    free(job->files);
+    free(job->used);
+    free(job);
+    load->finished_us = bd_now_us();
+}

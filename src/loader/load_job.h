@@ -1,0 +1,66 @@
+/* load_job.h - one load under way: its plan, files, overlay and the order of its blocks. Does no
+ * reading itself: it says which block comes next and takes blocks that were read. Owner and thread:
+ * the loader's. */
+#ifndef BITDELTA_SRC_LOADER_LOAD_JOB_H
+#define BITDELTA_SRC_LOADER_LOAD_JOB_H
+
+#include <pthread.h>
+
+#include "loader_internal.h"
+#include "shard_file.h"
+
+typedef struct bd_load_job bd_load_job;
+
+typedef struct bd_block { /* one staging slot; free, or a block of a job in file order */
+    bd_span span;         /* first: the reader hands back span.read */
+    struct bd_block *next;
+    bd_load_job *job;
+    uint32_t file_index;
+    bool read_done;
+} bd_block;
+
+typedef enum bd_verify_state { BD_VERIFY_NONE, BD_VERIFY_RUNNING, BD_VERIFY_DONE } bd_verify_state;
+
+struct bd_load_job {
+    bd_load_job *next;
+    bd_load *load;
+    const bd_loader_source *source;
+    bd_mailbox *inbox; /* woken when a whole-file check is done */
+    uint32_t block_bytes;
+    bool has_plan;
+    bd_overlay_plan plan;
+    bd_overlay *overlay;
+    bd_overlay_feed *feed;
+    bd_shard_file *files; /* [delta->shard_count]; those without pieces stay closed */
+    bool *used;           /* [delta->shard_count] */
+    uint32_t send_file;   /* the next block to be read */
+    uint64_t send_from;
+    bd_block *first, *last; /* read or being read, in file order */
+    uint32_t blocks_flying, blocks_held;
+    bd_status status; /* anything but BD_OK stops the load once nothing flies */
+    bd_error error;
+    /* A whole-file check of send_file, on its own thread. */
+    _Atomic int verify_state; /* DONE is the thread's last write to the job */
+    pthread_t verify_thread;
+    bd_status verify_status;
+    bd_error verify_error;
+};
+
+/* Never fails as a call: a load that cannot begin is a job with a status. NULL: out of memory. */
+bd_load_job *bd_load_job_create(bd_load *load, const bd_loader_source *source, bd_mailbox *inbox,
+                                uint32_t block_bytes);
+/* Gives `block` the job's next span and appends it to the job. false: nothing to read now. */
+bool bd_load_job_next(bd_load_job *job, bd_block *block);
+/* The oldest block if it has been read (or the job failed and it no longer matters), detached; else
+ * NULL. */
+bd_block *bd_load_job_pop(bd_load_job *job);
+/* Checks and feeds a popped block. Returns true when ready_count moved. */
+bool bd_load_job_feed(bd_load_job *job, const bd_block *block);
+void bd_load_job_fail(bd_load_job *job, bd_status status, const bd_error *error);
+void bd_load_job_check_cancel(bd_load_job *job);
+/* Nothing flies and nothing is left to do (or the job failed). */
+bool bd_load_job_over(bd_load_job *job);
+/* Fills the load's results except `finished` and frees the job. */
+void bd_load_job_end(bd_load_job *job);
+
+#endif

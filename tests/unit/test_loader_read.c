@@ -1,0 +1,288 @@
+/* test_loader_read.c - what reaches the pages is what was written to disk: both readers, odd sizes,
+ * several files, chunk sums of every kind, many loads at once, and reads that are cut short,
+ * interrupted or refused. The reference is the random content kept in memory, the sums are xxHash's
+ * own. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+
+#include <cmocka.h>
+
+#include "loader_fake.h"
+
+static const bd_io_choice readers[] = {BD_IO_URING, BD_IO_PREAD};
+
+typedef struct page_set {
+    void **pages;
+    uint8_t *memory;
+    uint32_t count;
+} page_set;
+
+static page_set pages_make(uint64_t total_bytes) {
+    page_set set = {.count = fake_pages_for(total_bytes)};
+    set.memory = calloc(set.count, FAKE_PAGE_BYTES);
+    set.pages = calloc(set.count, sizeof(void *));
+    assert_non_null(set.memory);
+    assert_non_null(set.pages);
+    /* Backwards, so that nothing can count on pages being neighbours. */
+    for (uint32_t i = 0; i < set.count; i++)
+        set.pages[i] = set.memory + (size_t)(set.count - 1 - i) * FAKE_PAGE_BYTES;
+    return set;
+}
+
+static void pages_free(page_set *set) {
+    free(set->pages);
+    free(set->memory);
+}
+
+static void check_pages(const page_set *set, const fake_variant *variant) {
+    uint64_t at = 0;
+    for (uint32_t f = 0; f < variant->delta.shard_count; f++) {
+        for (uint64_t b = 0; b < variant->files[f].bytes; b++, at++) {
+            const uint8_t *page = set->pages[at / FAKE_PAGE_BYTES];
+            if (page[at % FAKE_PAGE_BYTES] == variant->content[f][b]) continue;
+            fail_msg("file %u byte %" PRIu64 " is wrong in the pages", f, b);
+        }
+    }
+}
+
+static bd_load load_of(const fake_variant *variant, const page_set *set) {
+    return (bd_load){.delta = &variant->delta, .pages = set->pages, .page_count = set->count};
+}
+
+static void await(bd_load *load) {
+    while (!bd_load_finished(load))
+        usleep(200);
+}
+
+static bd_loader *loader_make(fake_source *source, bd_io_choice io, uint32_t block_bytes,
+                              uint32_t depth, uint32_t parallel) {
+    const bd_loader_options options = {.io = io,
+                                       .read_threads = 3,
+                                       .block_bytes = block_bytes,
+                                       .depth = depth,
+                                       .loads_in_parallel = parallel};
+    const bd_loader_source table = fake_loader_source(source);
+    bd_loader *loader = NULL;
+    bd_error err = {0};
+    bd_status status = bd_loader_create_with(&options, &table, &loader, &err);
+    if (status == BD_E_UNSUPPORTED) {
+        print_message("io_uring is refused here: %s\n", err.message);
+        return NULL;
+    }
+    assert_int_equal(status, BD_OK);
+    assert_string_equal(bd_loader_io_name(loader), io == BD_IO_URING ? "uring" : "pread");
+    return loader;
+}
+
+/* One load of fresh files through one reader; everything must arrive. */
+static void load_and_compare(fake_source *source, bd_io_choice io, uint32_t block_bytes,
+                             const uint64_t *sizes, uint32_t files, uint64_t chunk_bytes) {
+    bd_loader *loader = loader_make(source, io, block_bytes, 1 + (uint32_t)fake_below(6), 1);
+    if (!loader) return;
+    fake_variant variant;
+    fake_variant_make(&variant, "v", sizes, files, chunk_bytes);
+    page_set set = pages_make(variant.total_bytes);
+    bd_load load = load_of(&variant, &set);
+    assert_int_equal(bd_loader_submit(loader, &load, NULL), BD_OK);
+    await(&load);
+    if (load.status != BD_OK) fail_msg("%s: %s", load.error.subject, load.error.message);
+    assert_int_equal(load.read_bytes, variant.total_bytes);
+    assert_int_equal(load.ready_count, FAKE_READY_COUNT);
+    assert_int_equal(load.pages_used, set.count);
+    assert_true(load.finished_us >= load.started_us);
+    assert_non_null(load.overlay);
+    check_pages(&set, &variant);
+    fake_overlay_destroy(load.overlay);
+    bd_loader_destroy(loader);
+    pages_free(&set);
+    fake_variant_remove(&variant);
+}
+
+static void test_sizes(void **state) {
+    (void)state;
+    static const uint64_t sizes[] = {1,     511,   512,    513,    4095,   4096,
+                                     4097,  8191,  65535,  65536,  65537,  131072,
+                                     99991, 16384, 123457, 262144, 300001, 524287};
+    for (size_t r = 0; r < 2; r++) {
+        for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+            fake_source source = {0};
+            load_and_compare(&source, readers[r], 65536, &sizes[i], 1, 65536);
+            assert_int_equal(source.verifies, 0);
+            assert_true(source.flushes >= 1);
+        }
+    }
+}
+
+static void test_random_shapes(void **state) {
+    (void)state;
+    for (uint32_t round = 0; round < 60; round++) {
+        uint64_t sizes[FAKE_FILES_MAX];
+        uint32_t files = 1 + (uint32_t)fake_below(FAKE_FILES_MAX);
+        for (uint32_t i = 0; i < files; i++)
+            sizes[i] = 1 + fake_below(200000);
+        uint32_t block = 4096 + (uint32_t)fake_below(60000);
+        uint64_t chunk = 1000 + fake_below(2 * block); /* odd, and sometimes larger than a block */
+        if (round % 7 == 0) chunk = 0;
+        fake_source source = {0};
+        load_and_compare(&source, readers[round % 2], block, sizes, files, chunk);
+        bool whole = chunk == 0 || chunk > block;
+        if (source.plans) assert_int_equal(source.verifies, whole ? files : 0);
+    }
+}
+
+/* ---- faulty reads ---- */
+
+static int32_t random_faults(fake_source *source, uint64_t offset, uint32_t bytes, int32_t result) {
+    (void)source, (void)bytes, (void)offset;
+    if (result <= 0) return result;
+    switch (fake_below(6)) {
+    case 0:
+        return -EINTR;
+    case 1:
+        return -EAGAIN;
+    case 2:
+        return (int32_t)fake_below((uint64_t)result) / 4096 * 4096 + (result > 4096 ? 4096 : 0);
+    case 3:
+        return result > 512 ? 512 : result; /* inside a sector of the alignment */
+    default:
+        return result;
+    }
+}
+
+static int32_t mostly_short(fake_source *source, uint64_t offset, uint32_t bytes, int32_t result) {
+    (void)source, (void)bytes, (void)offset;
+    return result > 4096 ? 4096 : result;
+}
+
+static int32_t refuse_once(fake_source *source, uint64_t offset, uint32_t bytes, int32_t result) {
+    (void)bytes, (void)offset;
+    return atomic_load(&source->faults) < 2 ? -EINVAL : result;
+}
+
+static void test_faulty_reads_still_arrive(void **state) {
+    (void)state;
+    int32_t (*const faults[])(fake_source *, uint64_t, uint32_t,
+                              int32_t) = {random_faults, mostly_short, refuse_once};
+    static const uint64_t sizes[] = {262145, 70001};
+    for (size_t f = 0; f < 3; f++) {
+        for (size_t r = 0; r < 2; r++) {
+            fake_source source = {.fault = faults[f]};
+            load_and_compare(&source, readers[r], 32768, sizes, 2, 32768);
+            if (source.plans) assert_true(source.faults > 0);
+        }
+    }
+}
+
+/* ---- many at once ---- */
+
+enum { MANY = 24 };
+
+static void many_at_once(bd_io_choice io) {
+    fake_source source = {0};
+    bd_loader *loader = loader_make(&source, io, 16384, 7, 3);
+    if (!loader) return;
+    static fake_variant variants[MANY];
+    page_set sets[MANY];
+    bd_load loads[MANY];
+    for (uint32_t i = 0; i < MANY; i++) {
+        uint64_t sizes[2] = {1 + fake_below(150000), 1 + fake_below(40000)};
+        fake_variant_make(&variants[i], "v", sizes, 2, 16384);
+        sets[i] = pages_make(variants[i].total_bytes);
+        loads[i] = load_of(&variants[i], &sets[i]);
+        assert_int_equal(bd_loader_submit(loader, &loads[i], NULL), BD_OK);
+    }
+    for (uint32_t i = 0; i < MANY; i++) {
+        await(&loads[i]);
+        assert_int_equal(loads[i].status, BD_OK);
+        check_pages(&sets[i], &variants[i]);
+        fake_overlay_destroy(loads[i].overlay);
+    }
+    bd_loader_destroy(loader);
+    assert_int_equal(source.plans, MANY);
+    assert_int_equal(source.running, 0);
+    assert_in_range(source.running_max, 1, 3);
+    for (uint32_t i = 0; i < MANY; i++) {
+        pages_free(&sets[i]);
+        fake_variant_remove(&variants[i]);
+    }
+}
+
+static void test_many_at_once(void **state) {
+    (void)state;
+    many_at_once(BD_IO_URING);
+    many_at_once(BD_IO_PREAD);
+}
+
+static void count_notify(void *ctx) {
+    atomic_fetch_add((_Atomic uint32_t *)ctx, 1);
+}
+
+static void test_metrics_and_notify(void **state) {
+    (void)state;
+    fake_source source = {0};
+    const bd_loader_source table = fake_loader_source(&source);
+    bd_metrics *metrics = bd_metrics_create(64);
+    assert_non_null(metrics);
+    _Atomic uint32_t notified = 0;
+    const bd_loader_options options = {
+        .block_bytes = 4096, .metrics = metrics, .notify = count_notify, .notify_ctx = &notified};
+    bd_loader *loader = NULL;
+    assert_int_equal(bd_loader_create_with(&options, &table, &loader, NULL), BD_OK);
+    fake_variant variant;
+    const uint64_t size = 100001;
+    fake_variant_make(&variant, "v", &size, 1, 4096);
+    page_set set = pages_make(size);
+    bd_load load = load_of(&variant, &set);
+    assert_int_equal(bd_loader_submit(loader, &load, NULL), BD_OK);
+    await(&load);
+    assert_int_equal(load.status, BD_OK);
+    fake_overlay_destroy(load.overlay);
+    bd_loader_destroy(loader);
+    assert_int_equal(notified, FAKE_READY_COUNT + 1); /* each layer, and the end */
+    bd_strbuf text;
+    bd_strbuf_init(&text, 0);
+    bd_metrics_write(metrics, &text);
+    assert_non_null(strstr(text.data, "bitdelta_delta_read_bytes_total 100001\n"));
+    assert_non_null(strstr(text.data, "bitdelta_delta_load_seconds_count 1\n"));
+    assert_non_null(strstr(text.data, "bitdelta_loader_io{kind=\""));
+    bd_strbuf_deinit(&text);
+    bd_metrics_destroy(metrics);
+    pages_free(&set);
+    fake_variant_remove(&variant);
+}
+
+static void test_options(void **state) {
+    (void)state;
+    fake_source source = {0};
+    const bd_loader_source table = fake_loader_source(&source);
+    const bd_loader_options bad[] = {{.block_bytes = 100},
+                                     {.block_bytes = 1u << 30},
+                                     {.depth = 100000},
+                                     {.depth = 2, .loads_in_parallel = 3}};
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        bd_loader *loader = NULL;
+        bd_error err = {0};
+        assert_int_equal(bd_loader_create_with(&bad[i], &table, &loader, &err), BD_E_ARGUMENT);
+        assert_null(loader);
+        assert_true(err.subject[0] != '\0');
+    }
+    bd_load empty = {0};
+    bd_loader *loader = loader_make(&source, BD_IO_PREAD, 0, 0, 0);
+    assert_int_equal(bd_loader_submit(loader, &empty, NULL), BD_E_ARGUMENT);
+    bd_loader_destroy(loader);
+    bd_loader_destroy(NULL);
+}
+
+int main(void) {
+    fake_seed("test_loader_read");
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_sizes),
+        cmocka_unit_test(test_random_shapes),
+        cmocka_unit_test(test_faulty_reads_still_arrive),
+        cmocka_unit_test(test_many_at_once),
+        cmocka_unit_test(test_metrics_and_notify),
+        cmocka_unit_test(test_options),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
