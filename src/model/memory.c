@@ -93,7 +93,7 @@ static bd_status kv_blocks(const bd_model_options *options, bd_backend_options *
                        block_bytes = two.kv > one.kv ? two.kv - one.kv : 1;
         uint64_t left = one.available > fixed ? one.available - fixed : 0;
         left -= left / 50; /* allocators round up */
-        if (want > left / block_bytes) want = left / block_bytes;
+        if (one.available > 0 && want > left / block_bytes) want = left / block_bytes;
         if (want < one_seq) want = one_seq;
     }
     if (want > UINT32_MAX) {
@@ -114,5 +114,7 @@ bd_status bd_model_size(const bd_model_options *options, const bd_model_config *
     if (s == BD_OK) s = options->ops->supports(backend, err);
     if (s == BD_OK) s = options->ops->plan(backend, plan, err);
     if (s != BD_OK) return s;
-    return plan->total > plan->available ? refuse(plan, backend, err) : BD_OK;
+    /* 0: the backend cannot tell */
+    return plan->available > 0 && plan->total > plan->available ? refuse(plan, backend, err)
+                                                                : BD_OK;
 }

@@ -101,7 +101,7 @@ static bd_status apply_config(overlay_box *box, const bd_delta *delta, bd_error 
 bd_status bd_overlay_create(bd_model *model, const bd_delta *delta, const bd_overlay_plan *plan,
                             void *const *pages, bd_overlay **out, bd_error *err) {
     const bd_plan_storage *storage = plan->storage;
-    overlay_box *box;
+    overlay_box *box = NULL;
     *out = NULL;
     bd_status s = box_create(model, &storage->layout, &box, err);
     if (s != BD_OK) return s;

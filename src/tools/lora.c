@@ -1,0 +1,337 @@
+/* lora.c - see lora.h. y += scale * B (A x), scale = alpha / r, or alpha / sqrt(r) with use_rslora.
+ */
+#include "lora.h"
+
+#include <cjson/cJSON.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "bitdelta/base/file.h"
+#include "bitdelta/base/json_scan.h"
+
+enum {
+    CONFIG_BYTES_MAX = 1 << 20,
+    RANK_MAX = 256,
+    PART_COUNT = 9,
+    PART_ALIGN = 64,
+    FLOATS_AT_ONCE = 1024
+};
+
+typedef struct lora_part { /* a module that may be adapted, and the linears it is made of */
+    const char *name;
+    bd_linear first, last;
+    bool fused; /* exists in Phi-3 instead of its linears */
+} lora_part;
+
+static const lora_part parts[PART_COUNT] = {
+    {"self_attn.q_proj", BD_LINEAR_Q, BD_LINEAR_Q, false},
+    {"self_attn.k_proj", BD_LINEAR_K, BD_LINEAR_K, false},
+    {"self_attn.v_proj", BD_LINEAR_V, BD_LINEAR_V, false},
+    {"self_attn.o_proj", BD_LINEAR_O, BD_LINEAR_O, false},
+    {"mlp.gate_proj", BD_LINEAR_GATE, BD_LINEAR_GATE, false},
+    {"mlp.up_proj", BD_LINEAR_UP, BD_LINEAR_UP, false},
+    {"mlp.down_proj", BD_LINEAR_DOWN, BD_LINEAR_DOWN, false},
+    {"self_attn.qkv_proj", BD_LINEAR_Q, BD_LINEAR_V, true},
+    {"mlp.gate_up_proj", BD_LINEAR_GATE, BD_LINEAR_UP, true},
+};
+
+typedef struct lora_pair {
+    const bd_tensor *a, *b; /* [r, k], [n, r] */
+} lora_pair;
+
+struct bd_lora {
+    bd_model_config config;
+    bd_safetensors *file;
+    uint32_t rank;
+    float scale;
+    lora_pair *pairs; /* [layers][PART_COUNT] */
+    bd_overlay overlay;
+    bd_overlay_linear *linears; /* [layers][BD_LINEAR_COUNT] */
+    bd_overlay_linear table;    /* embedding and head: nothing */
+    const float **norms;        /* [layers + 1][BD_NORM_COUNT], all NULL */
+};
+
+static uint32_t linear_rows(const bd_model_config *config, uint32_t which) {
+    if (which == BD_LINEAR_Q) return config->heads * config->head_dim;
+    if (which == BD_LINEAR_K || which == BD_LINEAR_V) return config->kv_heads * config->head_dim;
+    return which == BD_LINEAR_GATE || which == BD_LINEAR_UP ? config->ffn : config->hidden;
+}
+
+static uint32_t linear_cols(const bd_model_config *config, uint32_t which) {
+    if (which == BD_LINEAR_O) return config->heads * config->head_dim;
+    return which == BD_LINEAR_DOWN ? config->ffn : config->hidden;
+}
+
+static uint32_t part_rows(const bd_model_config *config, const lora_part *part) {
+    uint32_t rows = 0;
+    for (uint32_t which = part->first; which <= part->last; which++)
+        rows += linear_rows(config, which);
+    return rows;
+}
+
+/* ---- adapter_config.json ---- */
+
+static bool is_set(const cJSON *item) {
+    if (!item || cJSON_IsNull(item) || cJSON_IsFalse(item)) return false;
+    return !((cJSON_IsArray(item) || cJSON_IsObject(item)) && !item->child);
+}
+
+static bool is_plain_init(const cJSON *item) {
+    if (!cJSON_IsString(item)) return true;
+    return strcmp(item->valuestring, "gaussian") == 0 || strcmp(item->valuestring, "eva") == 0 ||
+           strcmp(item->valuestring, "orthogonal") == 0;
+}
+
+static bd_status check_features(const cJSON *root, bd_error *err) {
+    static const char *const refused[] = {
+        "use_dora",          "lora_bias",     "modules_to_save",         "fan_in_fan_out",
+        "rank_pattern",      "alpha_pattern", "layer_replication",       "alora_invocation_tokens",
+        "target_parameters", "use_qalora",    "trainable_token_indices", "use_bdlora",
+    };
+    for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
+        if (is_set(cJSON_GetObjectItemCaseSensitive(root, refused[i]))) {
+            return bd_fail(err, BD_E_UNSUPPORTED, refused[i],
+                           "adapter_config.json: %s is not supported", refused[i]);
+        }
+    }
+    const cJSON *bias = cJSON_GetObjectItemCaseSensitive(root, "bias");
+    if (is_set(bias) && !(cJSON_IsString(bias) && strcmp(bias->valuestring, "none") == 0)) {
+        return bd_fail(err, BD_E_UNSUPPORTED, "bias",
+                       "adapter_config.json: bias other than \"none\" is not supported");
+    }
+    const cJSON *type = cJSON_GetObjectItemCaseSensitive(root, "peft_type");
+    if (!cJSON_IsString(type) || strcmp(type->valuestring, "LORA") != 0) {
+        return bd_fail(err, BD_E_UNSUPPORTED, "peft_type",
+                       "adapter_config.json: peft_type is not \"LORA\"");
+    }
+    if (!is_plain_init(cJSON_GetObjectItemCaseSensitive(root, "init_lora_weights"))) {
+        return bd_fail(err, BD_E_UNSUPPORTED, "init_lora_weights",
+                       "adapter_config.json: init_lora_weights of a kind that changes the base is "
+                       "not supported");
+    }
+    return BD_OK;
+}
+
+static bd_status apply_config(bd_lora *lora, const cJSON *root, bd_error *err) {
+    const bd_status s = check_features(root, err);
+    if (s != BD_OK) return s;
+    const cJSON *rank = cJSON_GetObjectItemCaseSensitive(root, "r");
+    const cJSON *alpha = cJSON_GetObjectItemCaseSensitive(root, "lora_alpha");
+    if (!cJSON_IsNumber(rank) || !(rank->valuedouble >= 1 && rank->valuedouble <= RANK_MAX) ||
+        rank->valuedouble != floor(rank->valuedouble)) {
+        return bd_fail(err, BD_E_UNSUPPORTED, "r",
+                       "adapter_config.json: r is not a whole number within 1..%d", RANK_MAX);
+    }
+    if (!cJSON_IsNumber(alpha) || !isfinite((float)alpha->valuedouble)) {
+        return bd_fail(err, BD_E_FORMAT, "lora_alpha",
+                       "adapter_config.json: lora_alpha is not a number");
+    }
+    const bool root_scale = is_set(cJSON_GetObjectItemCaseSensitive(root, "use_rslora"));
+    lora->rank = (uint32_t)rank->valuedouble;
+    lora->scale =
+        (float)(alpha->valuedouble / (root_scale ? sqrt(rank->valuedouble) : rank->valuedouble));
+    return BD_OK;
+}
+
+static bd_status read_config(bd_lora *lora, const char *dir, bd_error *err) {
+    static const bd_json_limits limits = {.depth_max = 16, .nodes_max = 100000};
+    char path[1200], *text = NULL;
+    size_t bytes = 0;
+    bd_json_scan scan;
+    bd_status s = bd_path_join(path, sizeof path, dir, "adapter_config.json", err);
+    if (s == BD_OK) s = bd_file_read(path, CONFIG_BYTES_MAX, &text, &bytes, err);
+    if (s != BD_OK) return s;
+    s = bd_json_check(text, bytes, &limits, &scan, err);
+    cJSON *root = NULL;
+    if (s == BD_OK) {
+        root = cJSON_ParseWithLength(text + scan.offset, bytes - scan.offset);
+        s = cJSON_IsObject(root) ? apply_config(lora, root, err)
+                                 : bd_fail(err, BD_E_FORMAT, path, "%s is not a JSON object", path);
+    }
+    cJSON_Delete(root);
+    free(text);
+    return s;
+}
+
+/* ---- adapter_model.safetensors ---- */
+
+/* "base_model.model.model.layers.<n>.<part>.lora_A.weight" */
+static bool parse_name(const bd_lora *lora, const char *name, uint32_t *layer, uint32_t *part,
+                       bool *is_b) {
+    static const char prefix[] = "base_model.model.model.layers.";
+    if (strncmp(name, prefix, sizeof prefix - 1) != 0) return false;
+    const char *at = name + sizeof prefix - 1;
+    const char *digits = at;
+    for (*layer = 0; *at >= '0' && *at <= '9' && *layer < BD_LAYERS_MAX; at++) {
+        *layer = *layer * 10 + (uint32_t)(*at - '0');
+    }
+    if (at == digits || *at != '.' || *layer >= lora->config.layers) return false;
+    at++;
+    const bool phi3 = lora->config.family == BD_FAMILY_PHI3;
+    for (*part = 0; *part < PART_COUNT; (*part)++) {
+        const lora_part *p = &parts[*part];
+        const size_t len = strlen(p->name);
+        const bool exists =
+            p->fused ? phi3 : !phi3 || p->first == BD_LINEAR_O || p->first == BD_LINEAR_DOWN;
+        if (!exists || strncmp(at, p->name, len) != 0) continue;
+        *is_b = strcmp(at + len, ".lora_B.weight") == 0;
+        if (*is_b || strcmp(at + len, ".lora_A.weight") == 0) return true;
+    }
+    return false;
+}
+
+static bd_status add_tensor(bd_lora *lora, const bd_tensor *tensor, bd_error *err) {
+    uint32_t layer, index;
+    bool is_b;
+    if (!parse_name(lora, tensor->name, &layer, &index, &is_b)) {
+        return bd_fail(err, BD_E_UNSUPPORTED, tensor->name,
+                       "adapter tensor %s is not A or B of a layer's linear", tensor->name);
+    }
+    const lora_part *part = &parts[index];
+    const uint64_t rows = is_b ? part_rows(&lora->config, part) : lora->rank;
+    const uint64_t cols = is_b ? lora->rank : linear_cols(&lora->config, part->first);
+    if (tensor->rank != 2 || tensor->shape[0] != rows || tensor->shape[1] != cols) {
+        return bd_fail(err, BD_E_MISMATCH, tensor->name,
+                       "adapter tensor %s does not have the shape [%llu, %llu]", tensor->name,
+                       (unsigned long long)rows, (unsigned long long)cols);
+    }
+    if (tensor->dtype != BD_DTYPE_F32 && tensor->dtype != BD_DTYPE_BF16 &&
+        tensor->dtype != BD_DTYPE_F16) {
+        return bd_fail(err, BD_E_UNSUPPORTED, tensor->name, "adapter tensor %s has type %s",
+                       tensor->name, tensor->dtype_name);
+    }
+    lora_pair *pair = &lora->pairs[(size_t)layer * PART_COUNT + index];
+    *(is_b ? &pair->b : &pair->a) = tensor;
+    return BD_OK;
+}
+
+static bd_status read_tensors(bd_lora *lora, const char *dir, bd_error *err) {
+    char path[1200];
+    bd_status s = bd_path_join(path, sizeof path, dir, "adapter_model.safetensors", err);
+    if (s == BD_OK) s = bd_safetensors_open(path, true, &lora->file, err);
+    if (s != BD_OK) return s;
+    for (uint32_t i = 0; s == BD_OK && i < bd_safetensors_count(lora->file); i++) {
+        s = add_tensor(lora, bd_safetensors_at(lora->file, i), err);
+    }
+    bool any = false;
+    for (size_t i = 0; s == BD_OK && i < (size_t)lora->config.layers * PART_COUNT; i++) {
+        const lora_pair *pair = &lora->pairs[i];
+        if (!pair->a != !pair->b) {
+            const char *name = pair->a ? pair->a->name : pair->b->name;
+            s = bd_fail(err, BD_E_MISMATCH, name, "adapter tensor %s has no counterpart", name);
+        }
+        any = any || pair->a;
+    }
+    if (s == BD_OK && !any) s = bd_fail(err, BD_E_FORMAT, path, "%s holds no LoRA tensors", path);
+    return s;
+}
+
+bd_status bd_lora_open(const char *dir, const bd_model_config *config, bd_lora **out,
+                       bd_error *err) {
+    *out = NULL;
+    bd_lora *lora = calloc(1, sizeof *lora);
+    if (!lora) return bd_fail(err, BD_E_MEMORY, NULL, "no memory for an adapter");
+    lora->config = *config;
+    lora->pairs = calloc((size_t)config->layers * PART_COUNT, sizeof *lora->pairs);
+    lora->linears = calloc((size_t)config->layers * BD_LINEAR_COUNT, sizeof *lora->linears);
+    lora->norms = calloc(((size_t)config->layers + 1) * BD_NORM_COUNT, sizeof *lora->norms);
+    bd_status s = BD_OK;
+    if (!lora->pairs || !lora->linears || !lora->norms) {
+        s = bd_fail(err, BD_E_MEMORY, NULL, "no memory for an adapter");
+    }
+    if (s == BD_OK) s = read_config(lora, dir, err);
+    if (s == BD_OK) s = read_tensors(lora, dir, err);
+    if (s != BD_OK) {
+        bd_lora_close(lora);
+        return s;
+    }
+    *out = lora;
+    return BD_OK;
+}
+
+void bd_lora_close(bd_lora *lora) {
+    if (!lora) return;
+    bd_safetensors_close(lora->file);
+    free(lora->pairs);
+    free(lora->linears);
+    free(lora->norms);
+    free(lora);
+}
+
+/* ---- on the device ---- */
+
+static uint64_t matrix_bytes(const bd_tensor *tensor) {
+    const uint64_t bytes = tensor->shape[0] * tensor->shape[1] * sizeof(float);
+    return (bytes + PART_ALIGN - 1) / PART_ALIGN * PART_ALIGN;
+}
+
+uint64_t bd_lora_device_bytes(const bd_lora *lora) {
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < (size_t)lora->config.layers * PART_COUNT; i++) {
+        const lora_pair *pair = &lora->pairs[i];
+        if (pair->a) bytes += matrix_bytes(pair->a) + matrix_bytes(pair->b);
+    }
+    return bytes;
+}
+
+static bd_status put_matrix(bd_model *model, uint8_t **at, const bd_tensor *tensor,
+                            const float **out, bd_error *err) {
+    const uint64_t count = tensor->shape[0] * tensor->shape[1];
+    float values[FLOATS_AT_ONCE];
+    for (uint64_t first = 0; first < count; first += FLOATS_AT_ONCE) {
+        const uint64_t n = count - first < FLOATS_AT_ONCE ? count - first : FLOATS_AT_ONCE;
+        bd_tensor_to_f32(tensor, first, n, values);
+        const bd_status s =
+            bd_model_ops(model)->vector_put(bd_model_backend(model), *at, first, values, n, err);
+        if (s != BD_OK) return s;
+    }
+    *out = (const float *)(const void *)*at; /* parts are 64-byte aligned */
+    *at += matrix_bytes(tensor);
+    return BD_OK;
+}
+
+static bd_status put_pair(bd_lora *lora, bd_model *model, size_t index, uint8_t **at,
+                          bd_error *err) {
+    const lora_part *part = &parts[index % PART_COUNT];
+    const lora_pair *pair = &lora->pairs[index];
+    const float *a, *b;
+    bd_status s = put_matrix(model, at, pair->a, &a, err);
+    if (s == BD_OK) s = put_matrix(model, at, pair->b, &b, err);
+    if (s != BD_OK) return s;
+    for (uint32_t which = part->first; which <= part->last;
+         which++) { /* a fused module: rows of one B */
+        bd_overlay_linear *linear = &lora->linears[index / PART_COUNT * BD_LINEAR_COUNT + which];
+        *linear = (bd_overlay_linear){
+            .lora_rank = (uint16_t)lora->rank, .lora_scale = lora->scale, .lora_a = a, .lora_b = b};
+        b += (size_t)linear_rows(&lora->config, which) * lora->rank;
+    }
+    return BD_OK;
+}
+
+bd_status bd_lora_load(bd_lora *lora, bd_model *model, const bd_overlay **overlay, bd_error *err) {
+    const bd_backend_ops *ops = bd_model_ops(model);
+    uint8_t *at = ops->delta_arena(bd_model_backend(model));
+    for (size_t i = 0; i < (size_t)lora->config.layers * PART_COUNT; i++) {
+        if (!lora->pairs[i].a) continue;
+        const bd_status s = put_pair(lora, model, i, &at, err);
+        if (s != BD_OK) return s;
+    }
+    if (ops->put_flush) {
+        const bd_status s = ops->put_flush(bd_model_backend(model), err);
+        if (s != BD_OK) return s;
+    }
+    lora->overlay = (bd_overlay){
+        .vocab = lora->config.vocab,
+        .window_tokens = lora->config.window_tokens,
+        .linears = lora->linears,
+        .block_rows = lora->config.vocab,
+        .block_count = 1,
+        .embed = &lora->table,
+        .head = &lora->table,
+        .norms = lora->norms,
+    };
+    *overlay = &lora->overlay;
+    return BD_OK;
+}
