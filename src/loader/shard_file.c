@@ -141,7 +141,10 @@ bd_span_state bd_span_step(bd_span *span, int32_t result, bd_error *err) {
                 span->read.offset + (uint32_t)result, span->file->bytes);
         return BD_SPAN_FAILED;
     }
-    if (!stalled) span->got_bytes = got;
+    if (!stalled) {
+        span->got_bytes = got;
+        span->stalls = 0;
+    }
     next_attempt(span);
     return BD_SPAN_AGAIN;
 }

@@ -133,6 +133,12 @@ static void test_random_shapes(void **state) {
 
 /* ---- faulty reads ---- */
 
+/* Whole sectors, at least one: a count of 0 would mean the end of the file. */
+static int32_t cut_short(int32_t result) {
+    int32_t sectors = result / 4096;
+    return sectors > 0 ? 4096 * (1 + (int32_t)fake_below((uint64_t)sectors)) : result;
+}
+
 static int32_t random_faults(fake_source *source, uint64_t offset, uint32_t bytes, int32_t result) {
     (void)source, (void)bytes, (void)offset;
     if (result <= 0) return result;
@@ -142,7 +148,7 @@ static int32_t random_faults(fake_source *source, uint64_t offset, uint32_t byte
     case 1:
         return -EAGAIN;
     case 2:
-        return (int32_t)fake_below((uint64_t)result) / 4096 * 4096 + (result > 4096 ? 4096 : 0);
+        return cut_short(result);
     case 3:
         return result > 512 ? 512 : result; /* inside a sector of the alignment */
     default:
