@@ -55,7 +55,11 @@ static bd_status put_floats(bd_overlay_feed *feed, const bd_overlay_piece *piece
     const bd_backend_ops *ops = feed->model->ops;
     uint8_t *dst = (uint8_t *)feed->pages[piece->page] + piece->page_offset_bytes;
     float values[FLOATS_AT_ONCE];
-    const bd_tensor source = {.dtype = piece->dtype, .rank = 1, .shape = {count}, .data = data};
+    const bd_tensor source = {.dtype = piece->dtype,
+                              .rank = 1,
+                              .shape = {count},
+                              .bytes = count * bd_dtype_bytes(piece->dtype),
+                              .data = data};
     for (uint64_t at = 0; at < count;) {
         const uint64_t n = count - at < FLOATS_AT_ONCE ? count - at : FLOATS_AT_ONCE;
         bd_tensor_to_f32(&source, at, n, values);

@@ -49,6 +49,11 @@ static bd_status identify(const planner *p, const bd_delta_entry *entry, bd_weig
             "%s: matrix %s is stored in full; only sign planes of matrices are supported",
             p->delta->dir, entry->name);
     }
+    if (entry->extra_rows > 0) {
+        return bd_fail(err, BD_E_UNSUPPORTED, entry->name,
+                       "%s: %s has %llu added rows, which are not supported", p->delta->dir,
+                       entry->name, (unsigned long long)entry->extra_rows);
+    }
     if (!cols && entry->kind == BD_DELTA_SIGN)
         return mismatch(p, entry, err, "is a vector but coded as signs");
     if (cols && cols % 8 != 0)
