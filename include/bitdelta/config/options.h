@@ -1,8 +1,8 @@
 /* options.h - what the command line, the configuration file and the environment ask for.
- * One table (src/config/table.c) describes every option; parsing, the file, --help, the reference page and
- * the start-up log line all follow it. Order of precedence: flags, then environment, then file, then
- * defaults; a list given by flags replaces the list of the file.
- * Owner: the caller (main). Threads: the main thread fills an invocation; read-only afterwards. */
+ * One table (src/config/table.c) describes every option; parsing, the file, --help, the reference
+ * page and the start-up log line all follow it. Order of precedence: flags, then environment, then
+ * file, then defaults; a list given by flags replaces the list of the file. Owner: the caller
+ * (main). Threads: the main thread fills an invocation; read-only afterwards. */
 #ifndef BITDELTA_CONFIG_OPTIONS_H
 #define BITDELTA_CONFIG_OPTIONS_H
 
@@ -72,15 +72,15 @@ typedef struct bd_serve_options {
     char *base_name; /* NULL: the last part of base_path */
     char *deltas_dir;
     bd_variant_list variants;
-    char *listen; /* "host:port", "[v6]:port"; port 0: any free one */
-    char *admin;  /* the same, or "none" */
+    char *listen;     /* "host:port", "[v6]:port"; port 0: any free one */
+    char *admin;      /* the same, or "none" */
     uint32_t backend; /* bd_option_backend */
     uint32_t dtype;   /* bd_option_dtype */
     uint32_t tensor_parallel;
     uint32_t threads; /* 0: all usable cores */
     uint32_t slots;   /* 0: min(registered variants, what fits) */
     uint32_t pinned_top;
-    uint64_t host_bytes; /* host memory for deltas that left the device; 0: none */
+    uint64_t host_bytes;    /* host memory for deltas that left the device; 0: none */
     uint32_t max_model_len; /* 0: the model's own */
     uint64_t kv_tokens;     /* 0: what fits */
     uint32_t max_batch_tokens;
@@ -102,10 +102,10 @@ typedef struct bd_serve_options {
 
 typedef struct bd_compress_options {
     char *base_path, *finetuned_path, *out_path; /* always given */
-    char *base_name; /* NULL: the last part of base_path */
-    char *variant;   /* NULL: the last part of out_path */
-    uint32_t scale;  /* bd_option_scale */
-    uint32_t bits;   /* sign planes, 1..4 */
+    char *base_name;                             /* NULL: the last part of base_path */
+    char *variant;                               /* NULL: the last part of out_path */
+    uint32_t scale;                              /* bd_option_scale */
+    uint32_t bits;                               /* sign planes, 1..4 */
     uint32_t shards;
     uint32_t embeddings; /* bd_option_embeddings */
     char *calibrate_path;
@@ -121,11 +121,11 @@ typedef struct bd_inspect_options {
 } bd_inspect_options;
 
 typedef struct bd_generate_options {
-    char *base_path; /* always given */
+    char *base_path;                            /* always given */
     char *delta_dir, *finetuned_dir, *lora_dir; /* at most one */
-    char *prompt;          /* exactly one of prompt and prompt_ids */
-    bd_id_list prompt_ids; /* ids >= 0 */
-    uint32_t max_tokens;   /* 0: only the prompt is run */
+    char *prompt;                               /* exactly one of prompt and prompt_ids */
+    bd_id_list prompt_ids;                      /* ids >= 0 */
+    uint32_t max_tokens;                        /* 0: only the prompt is run */
     bool greedy;
     uint64_t seed;
     double temperature; /* 0 is greedy */
@@ -152,7 +152,8 @@ typedef struct bd_help_options {
 
 typedef struct bd_invocation {
     bd_command command; /* BD_COMMAND_HELP also for `COMMAND --help`, with that topic */
-    bool wrong_usage;   /* after a failure: the command line is at fault (exit status 2), not a file (1) */
+    bool wrong_usage;   /* after a failure: the command line is at fault (exit status 2), not a file
+                           (1) */
     union {
         bd_serve_options serve;
         bd_compress_options compress;
@@ -164,10 +165,11 @@ typedef struct bd_invocation {
 } bd_invocation;
 
 /* args: what follows the program's name. Reads the configuration file and the environment
- * (BITDELTA_API_KEY, BITDELTA_ADMIN_KEY, BITDELTA_LOG) as the command asks for. BD_E_ARGUMENT names the flag,
- * or the file and key, at fault; BD_E_NOT_FOUND and BD_E_IO the file. On failure nothing is left to deinit. */
-BD_MUST_CHECK bd_status bd_invocation_parse(bd_invocation *out, int arg_count, const char *const *args,
-                                            bd_error *err);
+ * (BITDELTA_API_KEY, BITDELTA_ADMIN_KEY, BITDELTA_LOG) as the command asks for. BD_E_ARGUMENT names
+ * the flag, or the file and key, at fault; BD_E_NOT_FOUND and BD_E_IO the file. On failure nothing
+ * is left to deinit. */
+BD_MUST_CHECK bd_status bd_invocation_parse(bd_invocation *out, int arg_count,
+                                            const char *const *args, bd_error *err);
 void bd_invocation_deinit(bd_invocation *invocation);
 
 /* The same for one struct alone: it starts with the defaults of the table. */
@@ -184,7 +186,8 @@ const char *bd_command_name(bd_command command);
 BD_MUST_CHECK bd_status bd_help_write(bd_strbuf *out, const char *topic, bd_error *err);
 /* The markdown reference of every command, flag and configuration key. */
 void bd_reference_write(bd_strbuf *out);
-/* `key=value` of every option of the command, for one log line; keys of clients appear as a count only. */
+/* `key=value` of every option of the command, for one log line; keys of clients appear as a count
+ * only. */
 void bd_invocation_describe(const bd_invocation *invocation, bd_strbuf *out);
 
 #endif
