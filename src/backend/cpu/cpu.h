@@ -12,11 +12,11 @@
 
 /* A segment of fewer rows multiplies the packed bits; a longer one rebuilds its weights tile by tile. */
 #define BD_CPU_SHORT_ROWS 8u
-/* Fewer base rows than this read the weights as they are; more go through float32 tiles and sgemm. */
+/* Fewer base rows than this read the weights as they are; more go through float32 tiles. */
 #define BD_CPU_DIRECT_ROWS 16u
-#define BD_CPU_TILE_N 256u
-#define BD_CPU_TILE_K 384u /* a multiple of 32, so that a tile's bits start at a whole word; sgemm's own depth */
-#define BD_CPU_DIRECT_N 64u
+#define BD_CPU_TILE_N 96u
+#define BD_CPU_TILE_K 512u /* a multiple of 32, so that a tile's bits start at a whole word */
+#define BD_CPU_DIRECT_N 48u
 #define BD_CPU_LORA_RANK_MAX 256u
 #define BD_CPU_HEAD_DIM_MAX 256u
 #define BD_CPU_QUERIES 16u /* queries of one attention task */
@@ -35,11 +35,12 @@ typedef struct bd_cpu_run { /* rows of one overlay */
     uint32_t first, count;
 } bd_cpu_run;
 
-/* y[r][i] (= or +=) scale[i] * sum_k x[r][k] * w[i][k]; k is a multiple of 8. */
+/* y[r][i] = sum_k x[r][k] * w[i][k], or with signs y[r][i] += scale[i] * sum_k +-x[r][k]; k is a multiple of 8. */
 typedef struct bd_cpu_dot {
     const float *const *x; /* [rows] */
     float *const *y;       /* [rows], each [n] */
     uint32_t rows, n, k;
+    bool add; /* to what y holds; signs are always added */
     const uint8_t *w; /* rows of weights, or rows of a plane in our layout */
     uint64_t stride_bytes;
     const float *scale; /* signs only: [n] */

@@ -1,7 +1,6 @@
 /* cpu_backend.c - the CPU's operator table: what it supports, what it needs, opening and closing.
  * Owner: the rank's executor thread. Everything is allocated in open, but for copies of weights whose memory does not
  * outlive the backend. */
-#include <cblas.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -226,17 +225,6 @@ static bd_status allocate(bd_cpu *cpu, const uint64_t sizes[BD_CPU_BUFFER_COUNT]
     return BD_OK;
 }
 
-/* sgemm takes its own packing buffers at its first call of each thread: now, not in the first step. */
-static void warm_up(void *ctx, uint32_t index, uint32_t worker) {
-    bd_cpu *cpu = ctx;
-    (void)index;
-    float *tile = bd_cpu_row(cpu, BD_CPU_TILES, worker, 2 * bd_cpu_tile_floats());
-    const int n = 32;
-    memset(tile, 0, (size_t)(3 * n * n) * sizeof *tile);
-    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, n, n, n, 1.0f, tile, n, tile + n * n, n, 0.0f,
-                tile + 2 * n * n, n);
-}
-
 static void bd_cpu_close(bd_backend *backend) {
     if (backend == NULL) return;
     bd_cpu *cpu = bd_cpu_of(backend);
@@ -277,7 +265,6 @@ static bd_status bd_cpu_open(const bd_backend_options *options, bd_backend **out
         goto fail;
     }
     if ((status = allocate(cpu, sizes, err)) != BD_OK) goto fail;
-    bd_pool_parallel_for(cpu->pool, cpu->workers, warm_up, cpu);
     *out = &cpu->base;
     return BD_OK;
 fail:

@@ -28,11 +28,11 @@ INLINE __m256 load8(const uint8_t *w, uint32_t k, bd_dtype dtype) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
 }
 
-/* NW outputs times R rows; constants after inlining. */
+/* NW outputs times R rows; both are constants after inlining, and the accumulators fit the 16 registers. */
 INLINE void dot_block(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, uint32_t r, const uint32_t NW,
                       const uint32_t R) {
-    __m256 acc[4][4];
-    const uint8_t *w[4];
+    __m256 acc[6][4];
+    const uint8_t *w[6];
     const float *x[4];
     UNROLL for (uint32_t a = 0; a < NW; a++) {
         w[a] = dot->w + (i + a) * dot->stride_bytes;
@@ -41,38 +41,52 @@ INLINE void dot_block(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, uint32_
     UNROLL for (uint32_t b = 0; b < R; b++) x[b] = dot->x[r + b];
     const uint32_t count = dot->k;
     for (uint32_t k = 0; k < count; k += 8) {
-        __m256 xs[4];
-        UNROLL for (uint32_t b = 0; b < R; b++) xs[b] = _mm256_loadu_ps(x[b] + k);
-        UNROLL for (uint32_t a = 0; a < NW; a++) {
-            const __m256 wide = load8(w[a], k, dtype);
-            UNROLL for (uint32_t b = 0; b < R; b++) acc[a][b] = _mm256_fmadd_ps(xs[b], wide, acc[a][b]);
+        if (NW <= R) {
+            __m256 wide[6];
+            UNROLL for (uint32_t a = 0; a < NW; a++) wide[a] = load8(w[a], k, dtype);
+            UNROLL for (uint32_t b = 0; b < R; b++) {
+                const __m256 xs = _mm256_loadu_ps(x[b] + k);
+                UNROLL for (uint32_t a = 0; a < NW; a++) acc[a][b] = _mm256_fmadd_ps(xs, wide[a], acc[a][b]);
+            }
+        } else {
+            __m256 xs[4];
+            UNROLL for (uint32_t b = 0; b < R; b++) xs[b] = _mm256_loadu_ps(x[b] + k);
+            UNROLL for (uint32_t a = 0; a < NW; a++) {
+                const __m256 wide = load8(w[a], k, dtype);
+                UNROLL for (uint32_t b = 0; b < R; b++) acc[a][b] = _mm256_fmadd_ps(xs[b], wide, acc[a][b]);
+            }
         }
     }
     UNROLL for (uint32_t b = 0; b < R; b++) {
-        UNROLL for (uint32_t a = 0; a < NW; a++) dot->y[r + b][i + a] = lane_sum(acc[a][b]);
+        float *y = dot->y[r + b] + i;
+        UNROLL for (uint32_t a = 0; a < NW; a++) y[a] = (dot->add ? y[a] : 0.0f) + lane_sum(acc[a][b]);
     }
 }
 
 /* Weights pass through the cache once: all rows visit a few outputs before the next few are read. */
 INLINE void dot_rows(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, const uint32_t NW) {
+    const uint32_t half = NW == 6 ? 3 : NW;
     uint32_t r = 0;
-    for (; r + 4 <= dot->rows && (dot->rows - r) % 3 != 0; r += 4) {
-        if (NW == 4) {
-            dot_block(dot, dtype, i, r, 2, 4);
-            dot_block(dot, dtype, i + 2, r, 2, 4);
-        } else {
-            dot_block(dot, dtype, i, r, NW, 4);
+    for (; r + 3 <= dot->rows;) {
+        const bool four = r + 4 <= dot->rows && (dot->rows - r) % 3 != 0;
+        for (uint32_t a = i; a < i + NW; a += half) {
+            if (four) {
+                dot_block(dot, dtype, a, r, half, 4);
+            } else {
+                dot_block(dot, dtype, a, r, half, 3);
+            }
         }
+        r += four ? 4 : 3;
     }
-    for (; r + 3 <= dot->rows; r += 3) dot_block(dot, dtype, i, r, NW, 3);
     if (dot->rows - r == 2) dot_block(dot, dtype, i, r, NW, 2);
     if (dot->rows - r == 1) dot_block(dot, dtype, i, r, NW, 1);
 }
 
 INLINE void dot_all(const bd_cpu_dot *dot, bd_dtype dtype) {
     uint32_t i = 0;
-    for (; i + 4 <= dot->n; i += 4) dot_rows(dot, dtype, i, 4);
-    for (; i < dot->n; i++) dot_rows(dot, dtype, i, 1);
+    for (; i + 6 <= dot->n; i += 6) dot_rows(dot, dtype, i, 6);
+    for (; i + 2 <= dot->n; i += 2) dot_rows(dot, dtype, i, 2);
+    if (i < dot->n) dot_rows(dot, dtype, i, 1);
 }
 
 AVX2 static void avx2_dot_f32(const bd_cpu_dot *dot) { dot_all(dot, BD_DTYPE_F32); }

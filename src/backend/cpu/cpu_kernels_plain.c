@@ -35,7 +35,7 @@ static void plain_dot(const bd_cpu_dot *dot, bd_dtype dtype) {
                 plain_to_f32(wide, w + k * dtype_bytes(dtype), dtype, LANES);
                 for (uint32_t l = 0; l < LANES; l++) lanes[l] += dot->x[r][k + l] * wide[l];
             }
-            dot->y[r][i] = lane_sum(lanes);
+            dot->y[r][i] = (dot->add ? dot->y[r][i] : 0.0f) + lane_sum(lanes);
         }
     }
 }

@@ -2,11 +2,10 @@
  *
  * A task is a block of rows of one weight matrix and does everything for it, for all rows of the batch:
  *   few base rows:   the weights are read once, as they are, for all rows together (dot kernels);
- *   many base rows:  the block is expanded to float32 in cache-sized tiles, each multiplied by sgemm;
+ *   many base rows:  the block is expanded to float32 in cache-sized tiles, each multiplied by all rows;
  *   short segments:  a base product as above, then their own bits on top (sign_dot);
- *   long segments:   tile + planes = the variant's own weights, again tile by tile into sgemm.
+ *   long segments:   tile + planes = the variant's own weights, again tile by tile.
  * No matrix is ever expanded as a whole. Owner: the executor thread; blocks are spread over the pool. */
-#include <cblas.h>
 #include <math.h>
 #include <string.h>
 
@@ -40,6 +39,14 @@ typedef struct block { /* of a task */
     float *y; /* of row 0, output n0 */
     uint32_t y_stride, worker;
 } block;
+
+/* y (+)= x tile^T, all float32 and row-major; the tile is [n][depth] without gaps. */
+typedef struct multiply_job {
+    const float *x, *tile;
+    float *y;
+    uint32_t rows, n, depth, x_stride, y_stride;
+    bool add;
+} multiply_job;
 
 /* The piece of an overlay that covers output n: outputs [first, end), whose data start at first. */
 typedef struct part {
@@ -102,12 +109,29 @@ static void base_direct(const block *b) {
                                                    .stride_bytes = w->stride_bytes});
 }
 
+/* Eight rows at a time, so that they stay in the first cache while the tile streams from the second. */
+static void multiply(const bd_cpu *cpu, const multiply_job *m) {
+    const float *x[BD_CPU_SHORT_ROWS];
+    float *y[BD_CPU_SHORT_ROWS];
+    for (uint32_t first = 0; first < m->rows; first += BD_CPU_SHORT_ROWS) {
+        const uint32_t rows = m->rows - first < BD_CPU_SHORT_ROWS ? m->rows - first : BD_CPU_SHORT_ROWS;
+        for (uint32_t r = 0; r < rows; r++) {
+            x[r] = m->x + (size_t)(first + r) * m->x_stride;
+            y[r] = m->y + (size_t)(first + r) * m->y_stride;
+        }
+        cpu->kernels->dot[BD_DTYPE_F32](&(bd_cpu_dot){.x = x, .y = y, .rows = rows, .n = m->n, .k = m->depth,
+                                                      .add = m->add, .w = (const uint8_t *)m->tile,
+                                                      .stride_bytes = m->depth * sizeof(float)});
+    }
+}
+
 static void tile_multiply(const block *b, const float *tile, uint32_t first_row, uint32_t rows, uint32_t k0,
                           uint32_t depth) {
     const linear_job *job = b->job;
-    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, (int)rows, (int)(b->n1 - b->n0), (int)depth, 1.0f,
-                job->x + (size_t)first_row * job->k + k0, (int)job->k, tile, (int)depth, k0 == 0 ? 0.0f : 1.0f,
-                b->y + (size_t)first_row * b->y_stride, (int)b->y_stride);
+    const multiply_job m = {.x = job->x + (size_t)first_row * job->k + k0, .x_stride = job->k, .rows = rows,
+                            .tile = tile, .n = b->n1 - b->n0, .depth = depth,
+                            .y = b->y + (size_t)first_row * b->y_stride, .y_stride = b->y_stride, .add = k0 > 0};
+    multiply(job->cpu, &m);
 }
 
 /* out = tile + the overlay's planes, for the tile at depth k0; out == tile is fine. */
@@ -132,7 +156,7 @@ static void tile_add_planes(const block *b, const bd_overlay *overlay, float *ou
     }
 }
 
-/* Neighbouring runs that need only the base go into one sgemm. Returns the index after them. */
+/* Neighbouring runs that need only the base go into one product. Returns the index after them. */
 static uint32_t multiply_shared(const block *b, const float *tile, uint32_t i, uint32_t k0, uint32_t depth) {
     const linear_job *job = b->job;
     const uint32_t first = job->runs[i].first;
@@ -202,18 +226,19 @@ static void add_lora(const block *b, const bd_cpu_run *run, const part *piece, u
     const uint32_t rank = linear->lora_rank, count = piece->end - n;
     const float *weights = linear->lora_b + (size_t)(n - piece->first) * rank;
     float *y = b->y + (size_t)run->first * b->y_stride + (n - b->n0);
-    if (run->count >= BD_CPU_SHORT_ROWS) {
-        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, (int)run->count, (int)count, (int)rank,
-                    linear->lora_scale, lora_row(job, run->first, b->to), TARGETS_MAX * BD_CPU_LORA_RANK_MAX, weights,
-                    (int)rank, 1.0f, y, (int)b->y_stride);
+    const float *t = lora_row(job, run->first, b->to);
+    const uint32_t t_stride = TARGETS_MAX * BD_CPU_LORA_RANK_MAX;
+    if (rank % 8u == 0) {
+        const multiply_job m = {.x = t, .x_stride = t_stride, .tile = weights, .y = y, .y_stride = b->y_stride,
+                                .rows = run->count, .n = count, .depth = rank, .add = true};
+        multiply(job->cpu, &m);
         return;
     }
-    for (uint32_t r = 0; r < run->count; r++, y += b->y_stride) {
-        const float *t = lora_row(job, run->first + r, b->to);
+    for (uint32_t r = 0; r < run->count; r++, y += b->y_stride, t += t_stride) {
         for (uint32_t i = 0; i < count; i++) {
             float sum = 0.0f;
             for (uint32_t j = 0; j < rank; j++) sum += weights[(size_t)i * rank + j] * t[j];
-            y[i] += linear->lora_scale * sum;
+            y[i] += sum;
         }
     }
 }
@@ -290,7 +315,13 @@ static void linear_task(void *ctx, uint32_t index, uint32_t worker) {
     apply_gate(job->cpu, &first, &second);
 }
 
-/* x A^T of rows [8 index, 8 index + 8), for every run and matrix with a LoRA pair. */
+static void scale_rows(float *const *rows, uint32_t count, uint32_t columns, float scale) {
+    for (uint32_t r = 0; r < count; r++) {
+        for (uint32_t j = 0; j < columns; j++) rows[r][j] *= scale;
+    }
+}
+
+/* lora_scale * x A^T of rows [8 index, 8 index + 8), for every run and matrix with a LoRA pair. */
 static void lora_task(void *ctx, uint32_t index, uint32_t worker) {
     const linear_job *job = ctx;
     (void)worker;
@@ -314,11 +345,13 @@ static void lora_task(void *ctx, uint32_t index, uint32_t worker) {
             job->cpu->kernels->dot[BD_DTYPE_F32](&(bd_cpu_dot){
                 .x = x, .y = y, .rows = to - from, .n = linear->lora_rank, .k = job->k,
                 .w = (const uint8_t *)linear->lora_a, .stride_bytes = job->k * sizeof(float)});
+            scale_rows(y, to - from, linear->lora_rank, linear->lora_scale);
         }
     }
 }
 
-/* Notes whether any run has a LoRA pair; its rank must fit the workspace, and all blocks of a head share one A. */
+/* Notes whether any run has a LoRA pair; its rank must fit the workspace, and all blocks of a head share one A
+ * and one scale. */
 static bd_status check_lora(linear_job *job, bd_error *err) {
     for (uint32_t i = 0; i < job->run_count; i++) {
         for (uint32_t t = 0; t < job->target_count; t++) {
@@ -333,6 +366,7 @@ static bd_status check_lora(linear_job *job, bd_error *err) {
                                    piece.linear->lora_rank, BD_CPU_LORA_RANK_MAX);
                 }
                 BD_ASSERT(piece.linear->lora_a == first->lora_a && piece.linear->lora_rank == first->lora_rank);
+                BD_ASSERT(piece.linear->lora_scale == first->lora_scale);
                 job->lora = true;
             }
         }
@@ -350,11 +384,11 @@ static bd_status run_job(linear_job *job, bd_error *err) {
         n += job->targets[t].w->n;
     }
     const uint64_t work = n * job->k * job->rows;
-    /* Four tasks a worker level out their speeds; below 16 outputs a task is mostly overhead. */
-    uint64_t block_n = n / (4ull * cpu->workers) / 16u * 16u;
+    /* Four tasks a worker level out their speeds; below 12 outputs a task is mostly overhead. */
+    uint64_t block_n = n / (4ull * cpu->workers) / 12u * 12u;
     const uint32_t most = job->rows < BD_CPU_DIRECT_ROWS ? BD_CPU_DIRECT_N : BD_CPU_TILE_N;
     if (block_n > most) block_n = most;
-    job->block_n = block_n < 16 ? 16 : (uint32_t)block_n;
+    job->block_n = block_n < 12 ? 12 : (uint32_t)block_n;
     job->task_count = 0;
     for (uint32_t t = 0; t < job->target_count; t++) {
         job->targets[t].first_task = job->task_count;
