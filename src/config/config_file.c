@@ -52,19 +52,6 @@ static const char *expected_of(option_type type) {
     return "has an unknown type";
 }
 
-/* The text a number is parsed from, the same way as a flag's. False: not a number a double holds
- * exactly. */
-static bool number_text(const cJSON *item, option_type type, bd_strbuf *text) {
-    double value = item->valuedouble;
-    if (type != OPTION_DOUBLE && (value != floor(value) || fabs(value) > 0x1p53)) return false;
-    if (type == OPTION_DOUBLE) {
-        bd_strbuf_json_number(text, value);
-    } else {
-        bd_strbuf_printf(text, "%.0f", value);
-    }
-    return !text->failed;
-}
-
 static bd_status set_text(const reader *r, const option_row *row, const char *key,
                           const char *text) {
     char label[512];
@@ -72,6 +59,27 @@ static bd_status set_text(const reader *r, const option_row *row, const char *ke
     const value_place place = {.subject = r->path, .label = label};
     void *field = bd_table_field(row, BD_COMMAND_SERVE, r->options);
     return bd_value_parse(row, field, text, &place, r->err);
+}
+
+/* A number is parsed from its text, the same way as a flag's. */
+static bd_status set_number(const reader *r, const option_row *row, const char *key,
+                            const cJSON *item) {
+    const double value = item->valuedouble;
+    bool whole = value == floor(value) &&
+                 fabs(value) <= 0x1p53; /* beyond it a double holds no exact count */
+    if (row->type != OPTION_DOUBLE && !whole) return fail_key(r, key, expected_of(row->type));
+    bd_strbuf text;
+    bd_strbuf_init(&text, 0);
+    if (row->type == OPTION_DOUBLE) {
+        bd_strbuf_json_number(&text, value);
+    } else {
+        bd_strbuf_printf(&text, "%.0f", value);
+    }
+    bd_status status = text.failed
+                           ? bd_fail(r->err, BD_E_MEMORY, r->path, "%s: out of memory", r->path)
+                           : set_text(r, row, key, text.data);
+    bd_strbuf_deinit(&text);
+    return status;
 }
 
 static bd_status set_scalar(const reader *r, const option_row *row, const char *key,
@@ -83,14 +91,8 @@ static bd_status set_scalar(const reader *r, const option_row *row, const char *
     if (truth && cJSON_IsBool(item))
         return set_text(r, row, key, cJSON_IsTrue(item) ? "true" : "false");
     if (text && cJSON_IsString(item)) return set_text(r, row, key, item->valuestring);
-    if (!number || !cJSON_IsNumber(item)) return fail_key(r, key, expected_of(row->type));
-    bd_strbuf digits;
-    bd_strbuf_init(&digits, 0);
-    bd_status status = number_text(item, row->type, &digits)
-                           ? set_text(r, row, key, digits.data)
-                           : fail_key(r, key, expected_of(row->type));
-    bd_strbuf_deinit(&digits);
-    return status;
+    if (number && cJSON_IsNumber(item)) return set_number(r, row, key, item);
+    return fail_key(r, key, expected_of(row->type));
 }
 
 static bd_status set_strings(const reader *r, const option_row *row, const char *key,
