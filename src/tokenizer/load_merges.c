@@ -123,9 +123,18 @@ static bool mark_inside(const char *text, size_t bytes) {
     return memmem(text + at, bytes - at, "\xe2\x96\x81", 3) != NULL;
 }
 
+/* Whether a character can vanish between two others, for lack of any token: its neighbours then
+ * merge. */
+static bool drops_characters(const bd_bpe *bpe) {
+    if (bpe->unk_id >= 0) return false;
+    for (int byte = 0; byte < 256; byte++)
+        if (!bpe->byte_fallback || bpe->byte_ids[byte] < 0) return true;
+    return false;
+}
+
 static bool breaks_at_space(const bd_tokenizer *t) {
-    if (t->bpe.byte_level || t->bpe.ignore_merges || model_id(t, "\xe2\x96\x81", 3) < 0)
-        return false;
+    if (t->bpe.byte_level || t->bpe.ignore_merges || drops_characters(&t->bpe)) return false;
+    if (model_id(t, "\xe2\x96\x81", 3) < 0) return false;
     for (uint32_t id = 0; id < t->id_count; id++) {
         size_t bytes;
         const char *text = bd_strtab_get(&t->content, id, &bytes);

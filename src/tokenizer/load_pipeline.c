@@ -185,16 +185,11 @@ static bd_status template_read(bd_load *load, const cJSON *object, template_ids 
     return bd_fail(load->err, BD_E_FORMAT, load->name, "%s: the template has no sequence A", where);
 }
 
-/* *list becomes first ++ second. */
-static bd_status join_ids(int32_t **list, uint32_t *list_count, const int32_t *first,
-                          uint32_t first_count, const int32_t *second, uint32_t second_count) {
-    uint32_t count = first_count + second_count;
-    int32_t *joined = calloc((size_t)count + 1, sizeof *joined);
-    if (!joined) return BD_E_MEMORY;
-    if (first_count > 0) memcpy(joined, first, first_count * sizeof *joined);
-    if (second_count > 0) memcpy(joined + first_count, second, second_count * sizeof *joined);
-    free(*list);
-    *list = joined;
+static bd_status copy_ids(int32_t **list, uint32_t *list_count, const int32_t *ids,
+                          uint32_t count) {
+    *list = calloc((size_t)count + 1, sizeof **list);
+    if (!*list) return BD_E_MEMORY;
+    memcpy(*list, ids, count * sizeof *ids);
     *list_count = count;
     return BD_OK;
 }
@@ -204,16 +199,13 @@ static bd_status post_processor_one(bd_load *load, const cJSON *object, const ch
     if (!strcmp(type, "ByteLevel")) return BD_OK; /* only changes offsets */
     if (strcmp(type, "TemplateProcessing") != 0)
         return bd_load_unsupported(load, "post_processor", "type", type);
-    if (t->prefix_count + t->suffix_count > 4 * TEMPLATE_TOKENS_MAX)
-        return too_many(load, "post_processor", 4 * TEMPLATE_TOKENS_MAX);
+    /* The library takes what the first template made for a pair of sequences. */
+    if (t->prefix) return bd_load_unsupported(load, "post_processor", "a second", type);
     template_ids ids = {.sequence_seen = false};
     bd_status s = template_read(load, object, &ids);
     if (s != BD_OK) return s;
-    /* A later template wraps what the earlier ones made. */
-    if (join_ids(&t->prefix, &t->prefix_count, ids.before, ids.before_count, t->prefix,
-                 t->prefix_count) != BD_OK ||
-        join_ids(&t->suffix, &t->suffix_count, t->suffix, t->suffix_count, ids.after,
-                 ids.after_count) != BD_OK)
+    if (copy_ids(&t->prefix, &t->prefix_count, ids.before, ids.before_count) != BD_OK ||
+        copy_ids(&t->suffix, &t->suffix_count, ids.after, ids.after_count) != BD_OK)
         return bd_load_memory(load);
     return BD_OK;
 }

@@ -117,23 +117,58 @@ size_t bd_split_end(bd_split_kind kind, const uint8_t *text, size_t bytes, size_
     return llama3_end(text, bytes, pos, kind == BD_SPLIT_LLAMA3 ? 3 : 1);
 }
 
-bd_status bd_pattern_compile(void **code, const char *pattern, bool literal, char message[128]) {
+/* The reference's engine is Oniguruma. Where the same text means something else to PCRE2: \s has
+ * U+180E here and gets its property's name instead; \h and && are refused. false: refused. */
+static bool pattern_translate(const char *pattern, bd_strbuf *out) {
+    for (const char *p = pattern; *p; p++) {
+        if (p[0] == '&' && p[1] == '&') return false;
+        if (p[0] != '\\' || p[1] == '\0') {
+            bd_strbuf_append(out, p, 1);
+            continue;
+        }
+        p++;
+        if (*p == 'h' || *p == 'H') return false;
+        if (*p == 's' || *p == 'S')
+            bd_strbuf_puts(out, *p == 's' ? "\\p{White_Space}" : "\\P{White_Space}");
+        else
+            bd_strbuf_append(out, p - 1, 2);
+    }
+    return true;
+}
+
+static bd_status pattern_compile(void **code, const char *pattern, uint32_t options,
+                                 char message[128]) {
     int number;
     PCRE2_SIZE offset;
-    uint32_t options = PCRE2_UTF | PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C;
-    if (literal) options = PCRE2_UTF | PCRE2_LITERAL;
     pcre2_code *compiled =
         pcre2_compile((PCRE2_SPTR)pattern, PCRE2_ZERO_TERMINATED, options, &number, &offset, NULL);
     if (!compiled) {
         PCRE2_UCHAR text[96];
         pcre2_get_error_message(number, text, sizeof text);
-        snprintf(message, 128, "%s at offset %zu", (const char *)text, (size_t)offset);
+        snprintf(message, 128, "%s", (const char *)text);
         return BD_E_UNSUPPORTED;
     }
     /* Without JIT (not built in, or executable memory refused) the interpreter does the same. */
     (void)pcre2_jit_compile(compiled, PCRE2_JIT_COMPLETE);
     *code = compiled;
     return BD_OK;
+}
+
+bd_status bd_pattern_compile(void **code, const char *pattern, bool literal, char message[128]) {
+    if (literal) return pattern_compile(code, pattern, PCRE2_UTF | PCRE2_LITERAL, message);
+    bd_strbuf translated;
+    bd_strbuf_init(&translated, 0);
+    bd_strbuf_puts(&translated, "");
+    bd_status s = BD_E_UNSUPPORTED;
+    if (!pattern_translate(pattern, &translated))
+        snprintf(message, 128, "it has \\h, \\H or &&");
+    else if (translated.failed)
+        snprintf(message, 128, "out of memory");
+    else
+        s = pattern_compile(code, translated.data, PCRE2_UTF | PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C,
+                            message);
+    bd_strbuf_deinit(&translated);
+    return s;
 }
 
 void bd_pattern_destroy(void *code) {

@@ -1,0 +1,259 @@
+"""`bitdelta tokenize` against the `tokenizers` package, on fresh random text.
+
+Every shipped tokenizer, and files derived from them that use what the shipped ones do not. BD_TEST_SEED repeats
+a run. Text keeps to characters of Unicode 3.2 and a few later blocks, so that the Unicode version of the package
+or of Python does not matter.
+"""
+
+import copy
+import json
+import os
+import random
+import subprocess
+import time
+import unicodedata
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+BINARY = os.environ.get("BITDELTA_BIN", str(ROOT / "build" / "bitdelta"))
+DATA = ROOT / "tests" / "data" / "tokenizers"
+FILES = {name: DATA / name / "tokenizer.json" for name in ("gpt2", "llama3", "qwen3", "llama2", "phi3-mini")}
+FILES["zen-mini"] = ROOT / "demo" / "zen-mini" / "tokenizer.json"
+SEED = int(os.environ.get("BD_TEST_SEED", time.time_ns()))
+
+OLD = unicodedata.ucd_3_2_0
+BY_CATEGORY = {}
+for point in range(0x30000):
+    kind = OLD.category(chr(point))
+    if kind not in ("Cn", "Cs", "Co"):
+        BY_CATEGORY.setdefault(kind, []).append(chr(point))
+EMOJI = [chr(c) for c in range(0x1F600, 0x1F650)] + ["\u200d", "\ufe0f", "\U0001f3fd", "\U0001f1e9", "\U0001f1ea"]
+SPACES = list(" \t\n\r\x0b\x0c\x85\xa0\u1680\u2003\u2028\u2029\u202f\u3000\u200b\ufeff\u180e")
+WORDS = "the quick brown fox's they'RE I'll we've it'd don'T 'S 'ſ Straße naïve café 1 22 333 4444 x² ½ 東京 привет γειά नमस्ते 한국어 ไทย العربية".split()
+NULS = ["\0", "\x01", "\x7f", "\x1b"]
+
+
+def piece(rng, specials):
+    roll = rng.random()
+    if roll < 0.35:
+        return rng.choice(WORDS) + rng.choice(["", " ", " ", "  ", "\n", ", "])
+    if roll < 0.5:
+        letters = BY_CATEGORY[rng.choice(list(BY_CATEGORY))]
+        return "".join(rng.choice(letters) for _ in range(rng.randint(1, 6)))
+    if roll < 0.62:
+        return "".join(rng.choice(SPACES) for _ in range(rng.randint(1, 5)))
+    if roll < 0.72:
+        return "".join(chr(rng.randint(33, 126)) for _ in range(rng.randint(1, 12)))
+    if roll < 0.8:  # decomposed, out of order and odd combining sequences
+        base = rng.choice("aeiouAEINSO가각ᄀ\u0627\u09c7\u0b47\u1025")
+        return base + "".join(rng.choice(BY_CATEGORY["Mn"] + list("\u0301\u0323\u0307\u1161\u11a8\u09be")) for _ in range(rng.randint(1, 5)))
+    if roll < 0.86:
+        return rng.choice(EMOJI) * rng.randint(1, 3)
+    if roll < 0.9:
+        return rng.choice(NULS)
+    if roll < 0.93:
+        return rng.choice("aA 0.=\n") * rng.randint(20, 120)
+    return rng.choice(specials)[: rng.choice([99, 99, 99, 5])]
+
+
+def text(rng, specials):
+    return "".join(piece(rng, specials) for _ in range(rng.choice([0, 1, 1, 2, 3, 5, 8, 20, 60])))
+
+
+def run_lines(path, lines, *flags):
+    payload = "".join(json.dumps(line, ensure_ascii=bool(i % 2)) + "\n" for i, line in enumerate(lines))
+    done = subprocess.run([BINARY, "tokenize", "--tokenizer", str(path), *flags], input=payload.encode(), capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    answers = [json.loads(line) for line in done.stdout.decode().split("\n") if line]
+    assert len(answers) == len(lines)
+    return answers
+
+
+def without_special(document):
+    """The same tokenizer with its special tokens unmatchable: what parse_special false means."""
+    plain = copy.deepcopy(document)
+    plain["added_tokens"] = [t for t in plain["added_tokens"] if not t["special"]]
+    # Ids follow from the order, so drop only what nothing follows; else keep names that no text holds.
+    if any(t["id"] >= len(document["model"]["vocab"]) for t in plain["added_tokens"]):
+        plain = copy.deepcopy(document)
+        for token in plain["added_tokens"]:
+            if token["special"] and token["id"] >= len(document["model"]["vocab"]):
+                token["content"] = f"\U000e0001unmatchable {token['id']}\U000e0001"
+                token["lstrip"] = token["rstrip"] = False
+        plain["added_tokens"] = [t for t in plain["added_tokens"] if not (t["special"] and t["id"] < len(document["model"]["vocab"]))]
+    plain["post_processor"] = None
+    return plain
+
+
+def compare(path, document, count, rng, parse_plain=True):
+    reference = Tokenizer.from_str(json.dumps(document))
+    plain = Tokenizer.from_str(json.dumps(without_special(document))) if parse_plain else None
+    specials = [t["content"] for t in document["added_tokens"]] or ["<s>"]
+    asks, expected = [], []
+    for _ in range(count):
+        sample = text(rng, specials)
+        parse = plain is None or rng.random() < 0.7
+        special = parse and rng.random() < 0.5
+        asks.append({"text": sample, "add_special_tokens": special, "parse_special": parse})
+        expected.append((reference if parse else plain).encode(sample, add_special_tokens=special).ids)
+    for ask, want, got in zip(asks, expected, run_lines(path, asks)):
+        assert got["ids"] == want, (SEED, ask)
+
+    lists = expected[: count // 2]
+    size = max(reference.get_vocab(with_added_tokens=True).values()) + 1
+    for ids in expected[count // 2 :]:
+        roll = rng.random()
+        if roll < 0.3:
+            ids = [rng.randrange(size + 10) for _ in range(rng.randint(0, 30))]
+        elif roll < 0.5:
+            ids = [rng.randrange(min(size, 300)) for _ in range(rng.randint(0, 30))]  # bytes, mostly
+        elif roll < 0.75 and ids:
+            ids = ids[rng.randrange(len(ids)) :][: rng.randint(1, 20)]
+        lists.append(ids)
+    # Release 0.23 of the package shows a "normalized" token in its normalized form, earlier ones by its content.
+    changed = {t["id"] for t in document["added_tokens"] if t["normalized"]}
+    lists = [[i for i in ids if i not in changed] for ids in lists]
+    asks = [{"ids": ids, "skip_special_tokens": rng.random() < 0.5} for ids in lists]
+    for ask, got in zip(asks, run_lines(path, asks, "--decode")):
+        want = reference.decode(ask["ids"], skip_special_tokens=ask["skip_special_tokens"])
+        assert got["text"] == want, (SEED, ask)
+
+
+def load(name):
+    return json.loads(FILES[name].read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_shipped(name):
+    compare(FILES[name], load(name), 1500, random.Random(f"{SEED} {name}"))
+
+
+def added(document, **flags):
+    """Three more added tokens with these flags; new ids follow the ones there are."""
+    start = max([len(document["model"]["vocab"]) - 1] + [t["id"] for t in document["added_tokens"]]) + 1
+    base = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    for content in ("quick", "Straße\u0301", "<tag x>"):
+        document["added_tokens"].append({"id": start, "content": content, **base, **flags})
+        if content in document["model"]["vocab"]:
+            document["added_tokens"][-1]["id"] = document["model"]["vocab"][content]
+        else:
+            start += 1
+    return document
+
+
+def with_flags(name, **flags):
+    return added(load(name), **flags)
+
+
+def with_model(name, **options):
+    document = load(name)
+    document["model"].update(options)
+    return document
+
+
+def with_part(name, part, value):
+    document = load(name)
+    document[part] = value
+    return document
+
+
+def split(pattern, behavior="Isolated", invert=False):
+    return {"type": "Split", "pattern": pattern, "behavior": behavior, "invert": invert}
+
+
+def byte_level(**options):
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True, **options}
+
+
+def template(*single):
+    ids = {"<a>": 5, "<b>": 7}
+    pieces = [{"Sequence": {"id": s, "type_id": 0}} if s == "A" else {"SpecialToken": {"id": s, "type_id": 0}} for s in single]
+    tokens = {s: {"id": s, "ids": [ids[s], ids[s] + 1], "tokens": [s, s]} for s in set(single) - {"A"}}
+    return {"type": "TemplateProcessing", "single": pieces, "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}], "special_tokens": tokens}
+
+
+# With characters missing from the vocabulary, for unknown tokens.
+def thinned(name, **options):
+    document = with_model(name, **options)
+    model = document["model"]
+    gone = set("aeé東<") | {f"<0x{b:02X}>" for b in range(0x80, 0xC8)}
+    keep = {t for t in model["vocab"] if not (gone & set(t) or t in gone)} | {"<unk>", "<s>", "</s>"}
+    model["vocab"] = {t: i for i, t in enumerate(sorted(keep, key=model["vocab"].get))}
+    pairs = [m if isinstance(m, list) else m.split(" ") for m in model["merges"]]
+    model["merges"] = [m for m in pairs if all(t in keep for t in (*m, "".join(m)))]
+    return document
+
+
+VARIANTS = {
+    "prefix_space": lambda: with_part("gpt2", "pre_tokenizer", byte_level(add_prefix_space=True)),
+    "prefix_space_no_regex": lambda: with_part("gpt2", "pre_tokenizer", byte_level(add_prefix_space=True, use_regex=False)),
+    "no_regex": lambda: with_part("gpt2", "pre_tokenizer", byte_level(use_regex=False)),
+    "two_splits": lambda: with_part("zen-mini", "pre_tokenizer", {"type": "Sequence", "pretokenizers": [split({"Regex": "[0-9]{1,2}"}), split({"String": "a"}), byte_level()]}),
+    "removed_inverted": lambda: with_part("zen-mini", "pre_tokenizer", {"type": "Sequence", "pretokenizers": [split({"Regex": "[a-z]+|[0-9]"}, "Removed", True), byte_level(use_regex=False)]}),
+    "other_pattern": lambda: with_part("gpt2", "pre_tokenizer", {"type": "Sequence", "pretokenizers": [split({"Regex": r"[^\r\n\p{L}\p{N}]?\p{Lu}?\p{Ll}+|\p{N}{2}|\s+(?!\S)|\s+"}), byte_level(use_regex=False)]}),
+    "ignore_merges": lambda: with_model("gpt2", ignore_merges=True),
+    "no_ignore_merges": lambda: with_model("llama3", ignore_merges=False),
+    "flags_plain": lambda: with_flags("qwen3"),
+    "flags_normalized": lambda: with_flags("qwen3", normalized=True),
+    "flags_normalized_sp": lambda: with_flags("llama2", normalized=True),
+    "flags_single_word": lambda: with_flags("zen-mini", single_word=True),
+    "flags_lstrip": lambda: with_flags("gpt2", lstrip=True),
+    "flags_strip": lambda: with_flags("phi3-mini", lstrip=True, rstrip=True, special=True),
+    "template": lambda: with_part("zen-mini", "post_processor", {"type": "Sequence", "processors": [byte_level(), template("<b>", "<a>", "A", "<b>")]}),
+    "no_normalizer_sp": lambda: with_part("llama2", "normalizer", None),
+    "nfc_sp": lambda: with_part("llama2", "normalizer", {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}, {"type": "Replace", "pattern": {"String": "th"}, "content": "q"}]}),
+    "unknown_fused": lambda: thinned("llama2"),
+    "unknown_single": lambda: thinned("llama2", fuse_unk=False),
+    "unknown_no_bytes": lambda: thinned("llama2", byte_fallback=False),
+    "unknown_dropped": lambda: thinned("llama2", byte_fallback=False, unk_token=None),
+    "sp_ignore_merges": lambda: with_model("phi3-mini", ignore_merges=True),
+    "no_decoder": lambda: with_part("llama2", "decoder", None),
+    "fallback_decoder": lambda: with_part("llama2", "decoder", {"type": "ByteFallback"}),
+    "strip_three": lambda: with_part("llama2", "decoder", {"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 3, "stop": 0}]}),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant(name, tmp_path):
+    document = VARIANTS[name]()
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(document), encoding="utf-8")
+    compare(path, document, 400, random.Random(f"{SEED} {name}"), parse_plain=False)
+
+
+def refused(path):
+    done = subprocess.run([BINARY, "tokenize", "--tokenizer", str(path)], input=b'{"text":"a"}\n', capture_output=True)
+    assert done.returncode == 1 and done.stdout == b"", done
+    return done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    "part, value, word",
+    [
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": ""}, "Precompiled"),
+        ("pre_tokenizer", {"type": "BertPreTokenizer"}, "BertPreTokenizer"),
+        ("post_processor", {"type": "RobertaProcessing"}, "RobertaProcessing"),
+        ("decoder", {"type": "WordPiece"}, "WordPiece"),
+        ("model", {"type": "Unigram", "vocab": []}, "Unigram"),
+    ],
+)
+def test_unknown_component_is_named(part, value, word, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(with_part("zen-mini", part, value)), encoding="utf-8")
+    message = refused(path)
+    assert word in message and part in message
+
+
+def test_missing_file_is_named(tmp_path):
+    assert "nowhere.json" in refused(tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "1", '{"text":1}', "{}", '{"text":"\\ud800"}', '{"text":"a","parse_special":1}'])
+def test_faulty_line_is_numbered(line):
+    payload = b'{"text":"a"}\n\n' + line.encode() + b'\n{"text":"b"}\n'
+    done = subprocess.run([BINARY, "tokenize", "--tokenizer", str(FILES["zen-mini"])], input=payload, capture_output=True)
+    assert done.returncode == 1 and b"line 3" in done.stderr
+    assert len(done.stdout.splitlines()) == 1
