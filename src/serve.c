@@ -1,0 +1,360 @@
+/* serve.c - the server's parts in the order of their lives:
+ *
+ *   http server (answers 503 model_loading) > model > loader > cache > router > engine > attach >
+ * signal > drain > reverse order
+ *
+ * Owner of everything here: the main thread. */
+#include "serve.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <inttypes.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "bitdelta/base/clock.h"
+#include "bitdelta/base/file.h"
+#include "bitdelta/http/server.h"
+
+#define METRIC_SERIES_MAX     20000u
+#define ROPE_TABLES_MAX       33u /* the base's and those of variants with their own rope */
+#define CUDA_STEP_DEADLINE_US 30000000u
+#define VARIANTS_PER_STEP_MAX 16u
+#define COLD_WAIT_US          2000000u
+
+typedef struct server {
+    const bd_serve_options *options;
+    bd_metrics *metrics;
+    bd_http_server *http;
+    bd_tokenizer *tokenizer;
+    bd_model *model;
+    bd_loader *loader;
+    bd_cache *cache;
+    bd_router *router;
+    pthread_mutex_t lock;
+    bd_engine *engine; /* guarded by lock: loader and http threads look at it */
+    char base_name[BD_VARIANT_NAME_MAX + 1];
+    uint64_t progress_us; /* of the last line about loading */
+    uint64_t load_started_us;
+} server;
+
+static void wake_engine(void *ctx) {
+    server *s = ctx;
+    pthread_mutex_lock(&s->lock);
+    if (s->engine) bd_engine_wake(s->engine);
+    pthread_mutex_unlock(&s->lock);
+}
+
+static bd_http_health health(void *ctx) {
+    server *s = ctx;
+    pthread_mutex_lock(&s->lock);
+    const bool lost = s->engine && bd_engine_lost(s->engine);
+    pthread_mutex_unlock(&s->lock);
+    return lost ? BD_HTTP_DEAD : BD_HTTP_READY;
+}
+
+/* Returns the engine that was there before. */
+static bd_engine *set_engine(server *s, bd_engine *engine) {
+    pthread_mutex_lock(&s->lock);
+    bd_engine *before = s->engine;
+    s->engine = engine;
+    pthread_mutex_unlock(&s->lock);
+    return before;
+}
+
+static void load_progress(void *ctx, uint64_t done_bytes, uint64_t total_bytes) {
+    server *s = ctx;
+    const uint64_t now_us = bd_now_us();
+    if (now_us - s->progress_us < 1000000u && done_bytes != total_bytes) return;
+    s->progress_us = now_us;
+    const double seconds = (double)(now_us - s->load_started_us) / 1e6 + 1e-9,
+                 rate = (double)done_bytes / seconds;
+    bd_log(BD_LOG_INFO, "model",
+           "loading done_mb=%" PRIu64 " total_mb=%" PRIu64 " mb_per_s=%.0f eta_s=%.0f",
+           done_bytes / 1000000u, total_bytes / 1000000u, rate / 1e6,
+           (double)(total_bytes - done_bytes) / (rate + 1.0));
+}
+
+/* Directories below dir that hold a delta.json. */
+static uint32_t count_deltas(const char *dir) {
+    DIR *handle = dir ? opendir(dir) : NULL;
+    if (!handle) return 0;
+    uint32_t count = 0;
+    for (struct dirent *entry; (entry = readdir(handle));) {
+        char path[4096];
+        if (entry->d_name[0] == '.') continue;
+        const int length = snprintf(path, sizeof path, "%s/%s/delta.json", dir, entry->d_name);
+        if (length > 0 && (size_t)length < sizeof path && bd_file_exists(path)) count++;
+    }
+    closedir(handle);
+    return count;
+}
+
+/* The model's options, with as many delta slots as there are variants or as fit. */
+static bd_status model_options(server *s, const bd_backend_ops *ops, bd_model_options *out,
+                               bd_error *err) {
+    const bd_serve_options *o = s->options;
+    const uint32_t variants = count_deltas(o->deltas_dir) + o->variants.count;
+    *out = (bd_model_options){.dir = o->base_path,
+                              .ops = ops,
+                              .rank_count = o->tensor_parallel,
+                              .thread_count = o->threads,
+                              .max_model_len = o->max_model_len,
+                              .rows_max = o->max_batch_tokens,
+                              .seqs_max = o->max_seqs,
+                              .logits_rows_max = o->logits_rows_max,
+                              .kv_block_tokens = 16,
+                              .kv_tokens = o->kv_tokens,
+                              .rope_tables_max =
+                                  variants + 1 < ROPE_TABLES_MAX ? variants + 1 : ROPE_TABLES_MAX,
+                              .delta_slots = o->slots ? o->slots : variants,
+                              .progress = load_progress,
+                              .progress_ctx = s};
+    if (o->slots || variants < 2) return BD_OK;
+    bd_model_config config;
+    bd_memory_plan plan;
+    bd_status status = bd_model_config_read(o->base_path, &config, err);
+    if (status != BD_OK) return status;
+    while (out->delta_slots > 1 && bd_model_plan(out, &config, &plan, NULL) == BD_E_LIMIT)
+        out->delta_slots--;
+    return BD_OK;
+}
+
+static bd_status open_tokenizer(server *s, bd_error *err) {
+    char path[4096];
+    bd_status status =
+        bd_path_join(path, sizeof path, s->options->base_path, "tokenizer.json", err);
+    if (status != BD_OK) return status;
+    if (!bd_file_exists(path)) {
+        bd_log(BD_LOG_WARN, "model", "no tokenizer.json in %s: only prompts of token ids work",
+               s->options->base_path);
+        return BD_OK;
+    }
+    return bd_tokenizer_load(&s->tokenizer, path, err);
+}
+
+static bd_status open_model(server *s, bd_error *err) {
+    const bd_serve_options *o = s->options;
+    if (o->tensor_parallel != 1)
+        return bd_fail(err, BD_E_UNSUPPORTED, "tensor_parallel",
+                       "this build runs the model on one rank, %u were asked for",
+                       o->tensor_parallel);
+    const bd_backend_ops *ops;
+    char why[256] = "";
+    bd_status status = bd_backend_select((bd_backend_choice)o->backend, &ops, why, sizeof why, err);
+    if (status != BD_OK) return status;
+    bd_log(BD_LOG_INFO, "backend", "using name=%s (%s)", ops->name, why);
+    const bool cuda = strcmp(ops->name, "cuda") == 0;
+    if (o->dtype == BD_OPTION_DTYPE_FP16 || (cuda && o->dtype == BD_OPTION_DTYPE_FP32) ||
+        (!cuda && o->dtype == BD_OPTION_DTYPE_BF16))
+        return bd_fail(err, BD_E_UNSUPPORTED, "dtype",
+                       "the %s backend computes in %s; leave dtype at auto", ops->name,
+                       cuda ? "bf16" : "float32");
+    if ((status = open_tokenizer(s, err)) != BD_OK) return status;
+    bd_model_options options;
+    if ((status = model_options(s, ops, &options, err)) != BD_OK) return status;
+    s->load_started_us = bd_now_us();
+    if ((status = bd_model_open(&options, &s->model, err)) != BD_OK) return status;
+    const bd_memory_plan *plan = bd_model_memory(s->model);
+    bd_log(BD_LOG_INFO, "model",
+           "ready path=%s weights_mb=%" PRIu64 " workspace_mb=%" PRIu64 " kv_mb=%" PRIu64
+           " logits_mb=%" PRIu64 " deltas_mb=%" PRIu64 " kv_tokens=%u slots=%u",
+           o->base_path, plan->weights >> 20, plan->workspace >> 20, plan->kv >> 20,
+           plan->logits >> 20, plan->deltas >> 20,
+           bd_model_kv_block_count(s->model) * bd_model_kv_block_tokens(s->model),
+           options.delta_slots);
+    return BD_OK;
+}
+
+static bd_status open_cache(server *s, bd_error *err) {
+    const bd_loader_options loader = {
+        .model = s->model, .notify = wake_engine, .notify_ctx = s, .metrics = s->metrics};
+    bd_status status = bd_loader_create(&loader, &s->loader, err);
+    if (status != BD_OK) return status;
+    bd_log(BD_LOG_INFO, "loader", "reads by io=%s %s", bd_loader_io_name(s->loader),
+           bd_loader_io_reason(s->loader));
+    const bd_cache_options cache = {.model = s->model,
+                                    .loader = s->loader,
+                                    .page_count = bd_model_page_count(s->model),
+                                    .pinned_top = s->options->pinned_top,
+                                    .retry_after_us = 1000000,
+                                    .metrics = s->metrics};
+    return bd_cache_create(&cache, &s->cache, err);
+}
+
+static bd_status open_engine(server *s, bd_error *err) {
+    const bd_serve_options *o = s->options;
+    const bd_router_options router = {.cache = s->cache,
+                                      .model = s->model,
+                                      .base_name = s->base_name,
+                                      .base_dir = o->base_path,
+                                      .tokenizer = s->tokenizer,
+                                      .queue_max = o->max_queue,
+                                      .cold_wait_max_us = COLD_WAIT_US,
+                                      .metrics = s->metrics};
+    bd_status status = bd_router_create(&router, &s->router, err);
+    if (status != BD_OK) return status;
+    const bool cuda = strcmp(bd_model_ops(s->model)->name, "cuda") == 0;
+    const bd_engine_options engine = {.model = s->model,
+                                      .cache = s->cache,
+                                      .model_name = s->base_name,
+                                      .rows_max = o->max_batch_tokens,
+                                      .prefill_chunk_tokens = o->prefill_chunk_tokens,
+                                      .seqs_max = o->max_seqs,
+                                      .variants_per_step_max = VARIANTS_PER_STEP_MAX,
+                                      .logits_rows_max = o->logits_rows_max,
+                                      .step_deadline_us = cuda ? CUDA_STEP_DEADLINE_US : 0,
+                                      .decode_delta = o->decode_delta,
+                                      .prefix_cache = true,
+                                      .hooks = bd_router_hooks(s->router),
+                                      .metrics = s->metrics};
+    bd_engine *created;
+    if ((status = bd_engine_create(&engine, &created, err)) != BD_OK) return status;
+    bd_router_attach(s->router, created);
+    set_engine(s, created);
+    return BD_OK;
+}
+
+static void report_variant(void *ctx, const char *dir, const bd_error *err) {
+    (void)ctx;
+    char what[512];
+    snprintf(what, sizeof what, "variant refused dir=%s", dir);
+    bd_log_error("router", what, err);
+}
+
+/* A faulty variant is logged and left out; the others serve on. */
+static bd_status add_variants(server *s, bd_error *err) {
+    const bd_serve_options *o = s->options;
+    uint32_t added = 0;
+    for (uint32_t i = 0; i < o->variants.count; i++) {
+        const bd_variant_option *v = &o->variants.items[i];
+        bd_error fault;
+        if (bd_router_add_variant(s->router, v->name, v->path, v->pin, &fault) == BD_OK)
+            added++;
+        else
+            report_variant(NULL, v->path, &fault);
+    }
+    if (o->deltas_dir) {
+        uint32_t more = 0;
+        bd_status status =
+            bd_router_add_directory(s->router, o->deltas_dir, report_variant, NULL, &more, err);
+        if (status != BD_OK) return status;
+        added += more;
+    }
+    bd_log(BD_LOG_INFO, "router", "serving base=%s variants=%u", s->base_name, added);
+    return BD_OK;
+}
+
+static bd_status open_http(server *s, bd_error *err) {
+    const bd_serve_options *o = s->options;
+    bd_http_key *keys = o->api_keys.count ? calloc(o->api_keys.count, sizeof *keys) : NULL;
+    if (o->api_keys.count && !keys) return bd_fail(err, BD_E_MEMORY, "http", "out of memory");
+    for (uint32_t i = 0; i < o->api_keys.count; i++)
+        keys[i].key = o->api_keys.items[i];
+    const bd_http_options options = {.listen = o->listen,
+                                     .admin = o->admin && strcmp(o->admin, "none") != 0 ? o->admin
+                                                                                        : NULL,
+                                     .keys = keys,
+                                     .key_count = o->api_keys.count,
+                                     .admin_key = o->admin_key,
+                                     .metrics = s->metrics,
+                                     .shard_count = o->http_threads,
+                                     .connections_max = o->max_connections,
+                                     .body_bytes_max = o->max_body_bytes,
+                                     .header_seconds = o->request_header_seconds,
+                                     .health = health,
+                                     .health_ctx = s};
+    bd_status status = bd_http_server_create(&options, &s->http, err);
+    free(keys);
+    return status == BD_OK ? bd_http_server_start(s->http, err) : status;
+}
+
+static bd_status base_name(server *s, bd_error *err) {
+    const char *name = s->options->base_name;
+    char resolved[4096] = "";
+    if (!name) {
+        /* The last part of the path, also of "." or "dir/". */
+        if (!realpath(s->options->base_path, resolved))
+            return bd_fail_errno(err, BD_E_NOT_FOUND, s->options->base_path, errno,
+                                 "the base model's directory cannot be opened");
+        name = strrchr(resolved, '/') + 1;
+    }
+    const size_t length = strlen(name);
+    if (length == 0 || length > BD_VARIANT_NAME_MAX)
+        return bd_fail(err, BD_E_ARGUMENT, "base_name", "a name has 1 to %d bytes",
+                       BD_VARIANT_NAME_MAX);
+    memcpy(s->base_name, name, length + 1);
+    return BD_OK;
+}
+
+static bd_status open_all(server *s, bd_error *err) {
+    bd_status status;
+    s->metrics = bd_metrics_create(METRIC_SERIES_MAX);
+    if (!s->metrics) return bd_fail(err, BD_E_MEMORY, "metrics", "out of memory");
+    if ((status = base_name(s, err)) != BD_OK) return status;
+    if ((status = open_http(s, err)) != BD_OK) return status;
+    if ((status = open_model(s, err)) != BD_OK) return status;
+    if ((status = open_cache(s, err)) != BD_OK) return status;
+    if ((status = open_engine(s, err)) != BD_OK) return status;
+    if ((status = add_variants(s, err)) != BD_OK) return status;
+    if ((status = bd_engine_start(s->engine, err)) != BD_OK) return status;
+    status = bd_http_server_attach(s->http, s->router, bd_model_fingerprint(s->model),
+                                   bd_model_ops(s->model)->name, err);
+    if (status == BD_OK)
+        bd_log(BD_LOG_INFO, "serve", "ready address=%s admin=%s", bd_http_server_address(s->http),
+               bd_http_server_admin_address(s->http));
+    return status;
+}
+
+static void close_all(server *s) {
+    if (s->engine) bd_engine_stop(s->engine);
+    if (s->http) bd_http_server_stop(s->http);
+    bd_http_server_destroy(s->http);
+    bd_engine_destroy(
+        set_engine(s, NULL)); /* loads still running have nobody to wake from here on */
+    bd_router_destroy(s->router);
+    bd_cache_destroy(s->cache);
+    bd_loader_destroy(s->loader);
+    bd_model_close(s->model);
+    bd_tokenizer_destroy(s->tokenizer);
+    bd_metrics_destroy(s->metrics);
+    pthread_mutex_destroy(&s->lock);
+}
+
+static void *second_signal(void *ctx) {
+    const sigset_t *set = ctx;
+    int number;
+    sigwait(set, &number);
+    bd_log(BD_LOG_WARN, "serve", "second signal: leaving at once");
+    _exit(1);
+    return NULL;
+}
+
+bd_status bd_serve_run(const bd_serve_options *options, bd_error *err) {
+    server s = {.options = options};
+    pthread_mutex_init(&s.lock, NULL);
+    /* Every thread inherits the mask, so only the waits below see the signals. */
+    sigset_t set;
+    sigemptyset(&set);
+    sigaddset(&set, SIGTERM);
+    sigaddset(&set, SIGINT);
+    pthread_sigmask(SIG_BLOCK, &set, NULL);
+    signal(SIGPIPE, SIG_IGN);
+    bd_status status = open_all(&s, err);
+    if (status == BD_OK) {
+        int number = 0;
+        sigwait(&set, &number);
+        bd_log(BD_LOG_INFO, "serve", "draining signal=%d seconds=%u", number,
+               options->drain_seconds);
+        pthread_t watcher;
+        if (pthread_create(&watcher, NULL, second_signal, &set) == 0) pthread_detach(watcher);
+        bd_http_server_drain(s.http, options->drain_seconds);
+    }
+    close_all(&s);
+    if (status == BD_OK) bd_log(BD_LOG_INFO, "serve", "stopped");
+    return status;
+}
