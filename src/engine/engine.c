@@ -230,9 +230,9 @@ static bool turn(bd_engine *engine) {
     bool collected = collect_finished(engine, &finished);
     uint64_t now_us = bd_now_us();
     check_hang(engine, now_us);
-    if (engine->options.cache) (void)bd_cache_poll(engine->options.cache, now_us);
+    bool cache_changed = engine->options.cache && bd_cache_poll(engine->options.cache, now_us);
     if (engine->options.hooks.before_step && !engine->closed)
-        engine->options.hooks.before_step(engine->options.hooks.ctx, now_us);
+        engine->options.hooks.before_step(engine->options.hooks.ctx, now_us, cache_changed);
     bool launched = launch(engine);
     if (collected) bd_engine_deliver(engine, finished);
     bd_engine_reap(engine);
@@ -327,6 +327,7 @@ void bd_engine_stop(bd_engine *engine) {
         bd_engine_deliver(engine, engine->in_flight);
         engine->in_flight = NULL;
     }
+    publish_stats(engine);
     atomic_store(&engine->stopped, true);
     run_late_calls(engine);
 }

@@ -20,7 +20,8 @@ typedef struct bd_call {
 
 typedef struct bd_engine_hooks { /* the router's; on bd-sched; each may be NULL */
     void *ctx;
-    void (*before_step)(void *ctx, uint64_t now_us);  /* admit work: bd_engine_add */
+    /* Admit work: bd_engine_add. cache_changed: what bd_cache_poll said in this turn. */
+    void (*before_step)(void *ctx, uint64_t now_us, bool cache_changed);
     uint64_t (*next_wake_us)(void *ctx, uint64_t now_us); /* UINT64_MAX: only when something is posted */
     /* Once: nothing can be added any more, every sequence has ended. err: BD_E_DEVICE or BD_E_SHUTDOWN. */
     void (*closed)(void *ctx, const bd_error *err);

@@ -34,8 +34,8 @@ typedef struct bd_job_sink { /* on bd-sched; must not block. choice = prompt_num
     void (*end)(void *ctx, uint32_t choice, bd_finish finish, int32_t stop_id);
     /* Last call for the job, exactly once: BD_OK after all choices had their end(); else what the whole job failed
      * with, some choices without an end(): BD_E_VARIANT (retry_after_s >= 1), BD_CANCELLED, BD_E_SHUTDOWN,
-     * BD_E_DEVICE, BD_E_LIMIT, BD_E_MEMORY, BD_E_INTERNAL. err is NULL for BD_OK and BD_CANCELLED.
-     * The job is the creator's again. */
+     * BD_E_DEVICE, BD_E_LIMIT, BD_E_MEMORY, BD_E_INTERNAL. err is NULL for BD_OK and BD_CANCELLED; for BD_E_VARIANT
+     * it is the load's own error, whose status is the kind of fault. The job is the creator's again. */
     void (*done)(void *ctx, bd_status status, const bd_error *err, uint32_t retry_after_s);
 } bd_job_sink;
 
@@ -49,14 +49,14 @@ typedef struct bd_job_internal {
     bd_call submit_call, cancel_call;
     _Atomic uint32_t cancel_state;
     bd_router *router;
-    struct bd_job *next; /* in the queue of its variant */
+    struct bd_job *prev, *next; /* in the queue of its variant */
     struct bd_router_choice *choices;
     uint32_t choice_count, added, live;
-    bool queued, failed, token_seen;
+    bool queued, failed, over;
     bd_status status;
     uint32_t retry_after_s;
-    uint64_t generated_tokens;
-    bd_error *error;     /* allocated with choices */
+    uint64_t first_token_us, generated_tokens;
+    bd_error error;
 } bd_job_internal;
 
 struct bd_job { /* one request; filled and owned by its creator, untouched between submit and done() */
@@ -114,7 +114,7 @@ BD_MUST_CHECK bd_status bd_router_reserve(bd_router *router, const bd_served *se
 void bd_router_unreserve(bd_router *router, const bd_served *served, uint32_t tenant, uint32_t choices);
 /* Any thread. Takes over the reservation; done() is called exactly once, on bd-sched. */
 void bd_router_submit(bd_router *router, bd_job *job);
-/* Any thread, any time before the creator frees the job; done() still comes. */
+/* Any thread, after submit and before the creator frees the job; done() still comes. */
 void bd_router_cancel(bd_router *router, bd_job *job);
 void bd_router_drain(bd_router *router); /* any thread: refuse new work from now on */
 bool bd_router_idle(const bd_router *router); /* any thread: nothing reserved, queued or running */
