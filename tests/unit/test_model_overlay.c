@@ -1,0 +1,309 @@
+/* test_model_overlay.c - deltas of fresh random data over the seven tiny models, fed in pieces of
+ * odd sizes, against a float64 forward pass over W_base + scale * sign (model_reference.h); and
+ * deltas that do not fit, each refused by the name of what is wrong. */
+#include "model_reference.h"
+
+enum { PROMPTS = 3, PLANES_MAX = 2, ARCHS = 7 };
+static const double logits_l2_max = 1e-5;
+static const uint32_t prompt_tokens[PROMPTS] = {1, 23, 40};
+
+static const char *const archs[ARCHS] = {"llama-gqa", "qwen2", "llama3-rope", "mistral-window",
+                                         "qwen3",     "phi3",  "gemma2"};
+
+static void arch_path(char *out, size_t out_bytes, const char *arch) {
+    snprintf(out, out_bytes, "tests/data/arch/%s", arch);
+}
+
+static bd_model *open_model(const char *path, uint32_t slots) {
+    bd_error err = {0};
+    bd_model *model;
+    bd_model_options options = ms_options(path);
+    options.kv_tokens = 1024;
+    options.delta_slots = slots;
+    MS_OK(bd_model_open(&options, &model, &err), err);
+    return model;
+}
+
+/* One batch: the base, and a delta of one plane and one of two, each with every prompt. */
+static void check_arch(const char *arch, uint64_t *random) {
+    char path[600], dirs[PLANES_MAX][256];
+    bd_error err = {0};
+    mr_model reference;
+    ms_variant variants[PLANES_MAX] = {0};
+    ms_run runs[(PLANES_MAX + 1) * PROMPTS] = {0};
+    int32_t ids[64];
+    uint32_t page = 0;
+    arch_path(path, sizeof path, arch);
+    mr_open(&reference, path);
+    bd_model *model = open_model(path, 3);
+    const uint32_t vocab = reference.config.vocab;
+    for (int i = 0; i < 64; i++)
+        ids[i] = (int32_t)(support_random(random) % vocab);
+    for (uint32_t p = 0; p < PLANES_MAX; p++) {
+        const mr_fault none = {0};
+        mr_make_delta(&reference, random, p + 1, &none, dirs[p]);
+        page += ms_variant_open(model, dirs[p], page, p == 0 ? 0 : 1 + support_random(random) % 997,
+                                &variants[p]);
+    }
+    for (uint32_t i = 0; i < (PLANES_MAX + 1) * PROMPTS; i++) {
+        const uint32_t which = i / PROMPTS;
+        runs[i] =
+            (ms_run){.prompt = ids, .prompt_count = prompt_tokens[i % PROMPTS], .new_count = 1};
+        runs[i].overlay = which == 0 ? NULL : variants[which - 1].overlay;
+        runs[i].logits = calloc(vocab, sizeof *runs[i].logits);
+        assert_non_null(runs[i].logits);
+    }
+    ms_run_all(model, runs, (PLANES_MAX + 1) * PROMPTS, MS_ROWS_MAX);
+    for (uint32_t i = 0; i < (PLANES_MAX + 1) * PROMPTS; i++) {
+        if (i == PROMPTS || i == 2 * PROMPTS) {
+            bd_safetensors_close(reference.delta);
+            MS_OK(bd_delta_open_shard(&variants[i / PROMPTS - 1].delta, 0, true, &reference.delta,
+                                      &err),
+                  err);
+        }
+        double *want = mr_logits(&reference, ids, runs[i].prompt_count);
+        const double l2 = ms_relative_l2(runs[i].logits, want, vocab);
+        print_message("%s, %u planes, %u tokens: relative L2 %.2e\n", arch, i / PROMPTS,
+                      runs[i].prompt_count, l2);
+        if (!(l2 <= logits_l2_max)) fail_msg("%s: logits are off by %g", arch, l2);
+        free(want);
+        free(runs[i].logits);
+    }
+    for (uint32_t p = 0; p < PLANES_MAX; p++) {
+        ms_variant_close(&variants[p]);
+        mr_remove_delta(dirs[p]);
+    }
+    bd_model_close(model);
+    mr_close(&reference);
+}
+
+static void random_deltas_match_float64(void **state) {
+    uint64_t random = support_seed();
+    (void)state;
+    for (uint32_t i = 0; i < ARCHS; i++)
+        check_arch(archs[i], &random);
+}
+
+/* Makes a delta with one fault, and expects its refusal to name `subject`. */
+static void expect_refused(const mr_fault *fault, bd_status status, const char *subject) {
+    char path[600], dir[256];
+    bd_error err = {0};
+    mr_model reference;
+    ms_variant v = {0};
+    uint64_t random = support_seed();
+    arch_path(path, sizeof path, "qwen2");
+    mr_open(&reference, path);
+    bd_model *model = open_model(path, 1);
+    mr_make_delta(&reference, &random, 1, fault, dir);
+    MS_OK(bd_delta_open(dir, &v.delta, &err), err);
+    const bd_status got = bd_overlay_plan_create(model, &v.delta, &v.plan, &err);
+    print_message("%s: %s\n", bd_status_name(got), err.message);
+    assert_int_equal(got, status);
+    assert_non_null(strstr(err.message, subject));
+    assert_int_equal(v.plan.piece_count, 0);
+    bd_delta_close(&v.delta);
+    mr_remove_delta(dir);
+    bd_model_close(model);
+    mr_close(&reference);
+}
+
+static void foreign_base_is_refused(void **state) {
+    (void)state;
+    expect_refused(&(mr_fault){.foreign_base = true}, BD_E_MISMATCH, "was made for base tiny");
+}
+
+static void missing_tensor_is_named(void **state) {
+    (void)state;
+    const char *name = "model.layers.1.self_attn.k_proj.weight.scale";
+    expect_refused(&(mr_fault){.drop = name}, BD_E_FORMAT, name);
+}
+
+static void misshapen_tensor_is_named(void **state) {
+    (void)state;
+    expect_refused(&(mr_fault){.narrow = "model.layers.0.mlp.up_proj.weight"}, BD_E_MISMATCH,
+                   "model.layers.0.mlp.up_proj.weight");
+    expect_refused(&(mr_fault){.narrow = "model.layers.1.self_attn.q_proj.bias"}, BD_E_MISMATCH,
+                   "model.layers.1.self_attn.q_proj.bias");
+}
+
+static void unknown_tensor_is_named(void **state) {
+    (void)state;
+    expect_refused(&(mr_fault){.rename = "model.layers.0.mlp.up_proj.weight"}, BD_E_MISMATCH,
+                   "model.layers.0.odd.weight");
+}
+
+static void value_that_is_not_finite_is_named(void **state) {
+    char path[600], dir[256];
+    bd_error err = {0};
+    mr_model reference;
+    ms_variant v = {0};
+    uint64_t random = support_seed();
+    (void)state;
+    arch_path(path, sizeof path, "llama-gqa");
+    mr_open(&reference, path);
+    bd_model *model = open_model(path, 1);
+    mr_make_delta(&reference, &random, 1, &(mr_fault){.nan_scale = true}, dir);
+    MS_OK(bd_delta_open(dir, &v.delta, &err), err);
+    MS_OK(bd_overlay_plan_create(model, &v.delta, &v.plan, &err), err);
+    v.pages = calloc(v.plan.page_count, sizeof *v.pages);
+    assert_non_null(v.pages);
+    const uint64_t page_bytes =
+        bd_overlay_page_bytes(bd_model_config_of(model), bd_model_ops(model));
+    uint8_t *arena = bd_model_ops(model)->delta_arena(bd_model_backend(model));
+    for (uint32_t i = 0; i < v.plan.page_count; i++)
+        v.pages[i] = arena + i * page_bytes;
+    assert_int_equal(ms_feed(model, &v, 100, &err), BD_E_FORMAT);
+    assert_non_null(strstr(err.message, "value 3 of "));
+    ms_variant_close(&v);
+    mr_remove_delta(dir);
+    bd_model_close(model);
+    mr_close(&reference);
+}
+
+/* Ready indices only ever count what is wholly in place; a hole in the bytes is a fault, not a
+ * wrong page. */
+static void feed_refuses_holes(void **state) {
+    char path[600], dir[256];
+    bd_error err = {0};
+    mr_model reference;
+    ms_variant v = {0};
+    bd_overlay_feed *feed;
+    bd_mapped_file map;
+    uint64_t random = support_seed();
+    (void)state;
+    arch_path(path, sizeof path, "llama-gqa");
+    mr_open(&reference, path);
+    bd_model *model = open_model(path, 1);
+    mr_make_delta(&reference, &random, 1, &(mr_fault){0}, dir);
+    ms_variant_open(model, dir, 0, 0, &v);
+    snprintf(path, sizeof path, "%s/shard-00-of-01.safetensors", dir);
+    MS_OK(bd_file_map(path, &map, &err), err);
+    MS_OK(bd_overlay_feed_create(model, &v.plan, v.pages, &feed, &err), err);
+    const uint64_t start = v.plan.pieces[0].offset_bytes;
+    assert_int_equal(bd_overlay_feed_bytes(feed, 0, 0, map.data, start + 5, &err), BD_OK);
+    assert_int_equal(bd_overlay_feed_bytes(feed, 0, start + 6, map.data + start + 6, 100, &err),
+                     BD_E_INTERNAL);
+    assert_true(bd_overlay_feed_ready(feed) < v.plan.ready_count);
+    bd_overlay_feed_destroy(feed);
+    bd_file_unmap(&map);
+    ms_variant_close(&v);
+    mr_remove_delta(dir);
+    bd_model_close(model);
+    mr_close(&reference);
+}
+
+static void write_config(const char *dir, const char *arch, const char *key, double value) {
+    char path[600];
+    bd_error err = {0};
+    snprintf(path, sizeof path, "tests/data/arch/%s/config.json", arch);
+    cJSON *root = ms_json(path);
+    cJSON_DeleteItemFromObjectCaseSensitive(root, key);
+    assert_non_null(cJSON_AddNumberToObject(root, key, value));
+    char *text = cJSON_Print(root);
+    assert_non_null(text);
+    snprintf(path, sizeof path, "%s/config.json", dir);
+    MS_OK(bd_file_replace(path, text, strlen(text), &err), err);
+    cJSON_free(text);
+    cJSON_Delete(root);
+}
+
+/* A variant with its own rope_theta: the reference is told the same theta. Tables are shared, and
+ * come back when the overlay goes. */
+static void own_config_changes_rope_and_window(void **state) {
+    char path[600], dir[256];
+    mr_model reference;
+    ms_variant v = {0};
+    ms_run runs[2] = {0};
+    int32_t ids[40];
+    bd_error err = {0};
+    uint64_t random = support_seed();
+    (void)state;
+    arch_path(path, sizeof path, "mistral-window");
+    mr_open(&reference, path);
+    bd_model *model = open_model(path, 1);
+    const uint32_t vocab = reference.config.vocab;
+    for (int i = 0; i < 40; i++)
+        ids[i] = (int32_t)(support_random(&random) % vocab);
+    mr_make_delta(&reference, &random, 1, &(mr_fault){0}, dir);
+    write_config(dir, "mistral-window", "rope_theta", 20000.0);
+    ms_variant_open(model, dir, 0, 0, &v);
+    assert_int_equal(v.overlay->rope_table, 1);
+    for (uint32_t i = 0; i < 2; i++) {
+        runs[i] = (ms_run){
+            .prompt = ids, .prompt_count = 40, .new_count = 1, .overlay = i ? v.overlay : NULL};
+        runs[i].logits = calloc(vocab, sizeof *runs[i].logits);
+        assert_non_null(runs[i].logits);
+    }
+    ms_run_all(model, runs, 2, MS_ROWS_MAX);
+    for (uint32_t i = 0; i < 2; i++) {
+        if (i == 1) {
+            reference.config.rope.theta = 20000.0;
+            MS_OK(bd_delta_open_shard(&v.delta, 0, true, &reference.delta, &err), err);
+        }
+        double *want = mr_logits(&reference, ids, 40);
+        const double l2 = ms_relative_l2(runs[i].logits, want, vocab);
+        if (!(l2 <= logits_l2_max)) fail_msg("sequence %u: logits are off by %g", i, l2);
+        free(want);
+        free(runs[i].logits);
+    }
+    write_config(dir, "mistral-window", "sliding_window", 7);
+    bd_overlay *second;
+    MS_OK(bd_overlay_create(model, &v.delta, &v.plan, v.pages, &second, &err), err);
+    assert_int_equal(second->rope_table, 0);
+    assert_int_equal(second->window_tokens, 7);
+    bd_overlay_destroy(second);
+    ms_variant_close(&v);
+    mr_remove_delta(dir);
+    bd_model_close(model);
+    mr_close(&reference);
+}
+
+/* The page arithmetic that memory is planned with is the one that plans use. */
+static void pages_are_as_planned(void **state) {
+    bd_error err = {0};
+    bd_model *model;
+    bd_delta delta;
+    bd_overlay_plan plan;
+    (void)state;
+    bd_model_options options = ms_options("demo/zen-mini");
+    options.delta_slots = 2;
+    MS_OK(bd_model_open(&options, &model, &err), err);
+    const bd_model_config *config = bd_model_config_of(model);
+    const uint64_t page_bytes = bd_overlay_page_bytes(config, bd_model_ops(model));
+    const uint32_t pages = bd_overlay_pages_per_variant(config, bd_model_ops(model), 1, true);
+    assert_int_equal(page_bytes % bd_model_ops(model)->page_align_bytes, 0);
+    assert_int_equal(bd_model_page_count(model), 2 * pages);
+    MS_OK(bd_delta_open("demo/deltas/zen-mini-c", &delta, &err), err);
+    MS_OK(bd_overlay_plan_create(model, &delta, &plan, &err), err);
+    assert_int_equal(plan.page_count, pages);
+    assert_int_equal(plan.ready_count, config->layers + 2);
+    for (uint32_t i = 0; i < plan.piece_count; i++) {
+        const bd_overlay_piece *piece = &plan.pieces[i];
+        assert_true(piece->page < pages && piece->ready_index < plan.ready_count);
+        assert_true(piece->page_offset_bytes +
+                        (piece->kind == BD_PIECE_BITS ? piece->bytes : 4ull * piece->n) <=
+                    page_bytes);
+        if (i > 0)
+            assert_true(piece->offset_bytes >=
+                        plan.pieces[i - 1].offset_bytes + plan.pieces[i - 1].bytes);
+        if (i > 0) assert_true(piece->ready_index >= plan.pieces[i - 1].ready_index);
+    }
+    bd_overlay_plan_destroy(&plan);
+    bd_delta_close(&delta);
+    bd_model_close(model);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(random_deltas_match_float64),
+        cmocka_unit_test(foreign_base_is_refused),
+        cmocka_unit_test(missing_tensor_is_named),
+        cmocka_unit_test(misshapen_tensor_is_named),
+        cmocka_unit_test(unknown_tensor_is_named),
+        cmocka_unit_test(value_that_is_not_finite_is_named),
+        cmocka_unit_test(feed_refuses_holes),
+        cmocka_unit_test(own_config_changes_rope_and_window),
+        cmocka_unit_test(pages_are_as_planned),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
