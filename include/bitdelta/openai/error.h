@@ -1,5 +1,6 @@
 /* error.h - what a client is told when a request fails: status, type, code, field and one sentence.
- * Threads: pure values. Wire form: {"error":{"message","type","param","code"}}, all four always there. */
+ * Threads: pure values. Wire form: {"error":{"message","type","param","code"}}, all four always
+ * there. */
 #ifndef BITDELTA_OPENAI_ERROR_H
 #define BITDELTA_OPENAI_ERROR_H
 

@@ -1,0 +1,224 @@
+/* internal.h - the server's own types. One shard = one listener, one libmicrohttpd daemon in
+ * external epoll mode, one thread that runs all of its callbacks. Whatever other threads have for a
+ * request goes through its outbox and flags, under its lock, and a message in the shard's mailbox;
+ * only the shard's thread touches connections. */
+#ifndef BITDELTA_HTTP_INTERNAL_H
+#define BITDELTA_HTTP_INTERNAL_H
+
+#include <microhttpd.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <sys/socket.h>
+
+#include "bitdelta/base/mailbox.h"
+#include "bitdelta/http/server.h"
+#include "bitdelta/openai/openai.h"
+
+#define BD_HTTP_PATH_MAX     1024               /* longer paths are unknown */
+#define BD_HTTP_INLINE_BYTES ((size_t)64 << 10) /* larger bodies go to a bd-work thread */
+#define BD_HTTP_CEILING_FACTOR                                                                     \
+    4 /* bodies over this many times the limit are cut off, not read to the end */
+#define BD_HTTP_ADDRESS_MAX    80
+#define BD_HTTP_REQUEST_ID_MAX 128
+
+typedef enum bd_route_id {
+    BD_ROUTE_UNKNOWN,
+    BD_ROUTE_ANY,
+    BD_ROUTE_COMPLETIONS,
+    BD_ROUTE_CHAT,
+    BD_ROUTE_MODELS,
+    BD_ROUTE_MODEL,
+    BD_ROUTE_HEALTH,
+    BD_ROUTE_VERSION,
+    BD_ROUTE_METRICS,
+    BD_ROUTE_TOKENIZE,
+    BD_ROUTE_DETOKENIZE,
+    BD_ROUTE_ADMIN_VARIANTS,
+    BD_ROUTE_ADMIN_VARIANT
+} bd_route_id;
+
+typedef struct bd_route {
+    bd_route_id id;
+    const char *label; /* in metrics */
+    const char *path;  /* with `prefix`: what a path starts with */
+    const char *allow; /* real methods, HEAD and OPTIONS included */
+    bool prefix, get, post, guarded;
+    bool takes_body, needs_model, new_work;
+} bd_route;
+
+typedef struct bd_server_key {
+    uint8_t digest[32]; /* SHA-256 */
+    uint32_t tenant;
+} bd_server_key;
+
+typedef enum bd_phase { BD_PHASE_RUN, BD_PHASE_DRAIN, BD_PHASE_ABORT, BD_PHASE_CLOSE } bd_phase;
+
+typedef struct bd_shard bd_shard;
+typedef struct bd_conn bd_conn;
+typedef struct bd_request bd_request;
+
+typedef struct bd_worker {
+    bd_http_server *server;
+    bd_mailbox *mailbox;
+    pthread_t thread;
+    bool started;
+} bd_worker;
+
+struct bd_http_server {
+    bd_http_options options; /* with defaults; its pointers are replaced by the copies below */
+    char *cors_origin;
+    char *listen, *admin_listen;
+    char address[BD_HTTP_ADDRESS_MAX], admin_address[BD_HTTP_ADDRESS_MAX];
+    bd_server_key *keys;
+    uint32_t key_count;
+    bd_server_key admin_key;
+    bool admin_guarded;
+    bd_shard *shards; /* shard_count, then one for admin if there is one */
+    uint32_t shard_total;
+    bd_worker *workers;
+    atomic_uint next_worker;
+    _Atomic(bd_openai *) openai; /* NULL: still loading */
+    bd_router *router;
+    _Atomic int phase;
+    atomic_bool workers_stop;
+    _Atomic size_t upload_bytes;                /* body buffers of all requests */
+    atomic_uint connection_count, active_count; /* active: requests past their body */
+};
+
+struct bd_conn { /* shard's thread only */
+    bd_conn *next, *previous;
+    bd_shard *shard;
+    struct MHD_Connection *connection;
+    bd_request *request; /* the one being served, or NULL */
+    int fd;
+    uint32_t slot, generation;
+    bool watched;
+    uint64_t deadline_us; /* 0: none */
+    bool path_overlong;
+    char path[BD_HTTP_PATH_MAX]; /* raw, without the query */
+};
+
+struct bd_shard {
+    bd_http_server *server;
+    bool admin, started, closing;
+    int listen_fd, epoll_fd;
+    struct MHD_Daemon *daemon;
+    bd_mailbox *mailbox;
+    pthread_t thread;
+    bd_conn *conns;
+    uint32_t conn_count;
+    bd_conn **slots; /* [slot_count]; watch events name a slot and its generation */
+    uint32_t *generations;
+    uint32_t slot_count;
+    uint64_t sweep_at_us;
+    char name[16];
+};
+
+typedef struct bd_outbox { /* whole events, each taken out on its own */
+    char *data;
+    size_t head, tail, cap;
+    uint32_t
+        left; /* bytes of the event at head that are still to come; 0: its length comes first */
+    size_t exempt_bytes; /* of events that do not count against the reader's bound */
+} bd_outbox;
+
+typedef struct bd_reply {
+    unsigned status;
+    bd_strbuf body;
+    const char *content_type; /* NULL: none */
+    const char *allow;
+    uint32_t retry_after_s;
+    bool close, challenge;
+} bd_reply;
+
+struct bd_request {
+    bd_message message; /* first: in a worker's or the shard's mailbox */
+    atomic_uint
+        refs; /* libmicrohttpd, a worker or bd-sched, the posted message, the stream response */
+    bd_shard *shard;
+    /* The shard's thread. */
+    bd_conn *conn;
+    struct MHD_Connection *connection; /* NULL once completed */
+    const bd_route *route;
+    const char *argument; /* rest of a prefix path, raw; in path */
+    bool parked, body_done, work_started, head_only, replied, expects, active;
+    size_t body_seen;
+    uint64_t received_us, last_write_us;
+    uint32_t tenant;
+    char id[BD_HTTP_REQUEST_ID_MAX + 1];
+    char path[BD_HTTP_PATH_MAX];
+    /* The shard's thread, then the worker's. */
+    char *body;
+    size_t body_bytes, body_cap;
+    bd_reply reply;
+    /* Guarded by lock. */
+    pthread_mutex_t lock;
+    bool posted, cancelled, finished, reply_ready;
+    bd_completion *completion;
+    bd_outbox outbox;
+};
+
+/* request.c */
+bd_request *bd_request_create(bd_shard *shard);
+void bd_request_ref(bd_request *request);
+void bd_request_unref(bd_request *request);
+/* Wakes the request up on its shard. Call without the lock. */
+void bd_request_post(bd_request *request);
+/* Any thread: its job ends soon, its connection without an answer. */
+void bd_request_cancel(bd_request *request, bd_status reason);
+bool bd_request_append_body(bd_request *request, const char *data,
+                            size_t bytes); /* false: no room now */
+void bd_request_drop_body(bd_request *request);
+void bd_request_set_error(bd_request *request, const bd_api_error *err);
+extern const bd_completion_sink bd_request_sink;
+bool bd_outbox_push(bd_outbox *box, const char *data, size_t bytes); /* false: out of memory */
+size_t bd_outbox_pop(bd_outbox *box, char *out, size_t max);
+size_t bd_outbox_bytes(const bd_outbox *box);
+
+/* routes.c */
+const bd_route *bd_route_find(bool admin, char *path,
+                              const char **argument); /* normalises path in place */
+size_t bd_percent_decode(char *text);                 /* in place; new length */
+/* head.c: what the head of a request is refused for; false fills *err. */
+bool bd_head_framing(struct MHD_Connection *connection, const char *version, bd_api_error *err);
+bool bd_head_check(bd_request *request, const char *method, uint64_t declared_bytes, bool has_body,
+                   bd_api_error *err);
+void bd_head_request_id(bd_request *request);
+bool bd_head_body(struct MHD_Connection *connection,
+                  uint64_t *declared_bytes); /* true: a body follows */
+/* auth.c */
+void bd_key_digest(const char *key, size_t bytes, bd_server_key *out);
+bool bd_key_check(const bd_http_server *server, bool admin, const char *header, uint32_t *tenant);
+/* work.c */
+bd_status bd_workers_start(bd_http_server *server, bd_error *err);
+void bd_workers_stop(bd_http_server *server);
+void bd_work_run(bd_request *request); /* the route's own work, on this thread */
+void bd_work_post(bd_request *request);
+bool bd_health_error(const bd_http_server *server, bool draining_too,
+                     bd_api_error *err); /* true: *err says why not */
+/* admin.c */
+bool bd_admin_variants(bd_http_server *server, bd_strbuf *out, bd_api_error *err);
+bool bd_admin_variant(bd_http_server *server, const char *argument, bd_strbuf *out,
+                      bd_api_error *err);
+/* handler.c: libmicrohttpd's callbacks, cls = shard */
+enum MHD_Result bd_handle(void *cls, struct MHD_Connection *connection, const char *url,
+                          const char *method, const char *version, const char *upload_data,
+                          size_t *upload_data_size, void **req_cls);
+void bd_handle_completed(void *cls, struct MHD_Connection *connection, void **req_cls,
+                         enum MHD_RequestTerminationCode code);
+/* reply.c */
+enum MHD_Result bd_reply_queue(bd_request *request);
+enum MHD_Result bd_reply_queue_stream(bd_request *request);
+/* listen.c */
+/* first: of the sockets that share the port with reuse_port. */
+bd_status bd_listen_open(const char *address, bool reuse_port, bool first, int *out, bd_error *err);
+bd_status bd_listen_address(int fd, char out[BD_HTTP_ADDRESS_MAX], bd_error *err);
+/* shard.c */
+bd_status bd_shard_init(bd_shard *shard, bd_http_server *server, int listen_fd, bool admin,
+                        uint32_t index, bd_error *err);
+bd_status bd_shard_start(bd_shard *shard, bd_error *err);
+void bd_shard_deinit(bd_shard *shard);
+void bd_shard_watch(bd_conn *conn); /* tell when the client leaves */
+void bd_shard_park(bd_request *request);
+
+#endif

@@ -1,0 +1,329 @@
+/* shard.c - one listener's loop: epoll over libmicrohttpd's own epoll descriptor, the mailbox and
+ * the sockets of waiting clients. Threads: init, start and deinit by the builder, the rest on the
+ * shard's thread.
+ *
+ * A suspended connection is blind: libmicrohttpd neither times it out nor sees its client leave. So
+ * the socket of every parked request is watched here for EPOLLRDHUP, which also fires for a
+ * half-close: both count as leaving. */
+#include <errno.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <unistd.h>
+
+#include "bitdelta/base/clock.h"
+#include "bitdelta/base/log.h"
+#include "internal.h"
+
+enum {
+    SWEEP_US = 250000,
+    WAIT_MS_MAX = 1000,
+    EVENTS_MAX = 128,
+    CLOSE_SECONDS_MAX = 3,
+    BACKLOG = 1024
+};
+
+/* epoll data of what is not a watch; watches have a generation, which is never 0, in the upper
+ * half. */
+enum { TAG_LIBRARY = 0, TAG_MAILBOX = 1 };
+
+/* ---- connections ---- */
+
+static bool take_slot(bd_shard *shard, bd_conn *conn) {
+    uint32_t slot = 0;
+    while (slot < shard->slot_count && shard->slots[slot])
+        slot++;
+    if (slot == shard->slot_count) {
+        uint32_t count = shard->slot_count == 0 ? 64 : shard->slot_count * 2;
+        bd_conn **slots = realloc(shard->slots, count * sizeof *slots);
+        if (slots) shard->slots = slots;
+        uint32_t *generations = realloc(shard->generations, count * sizeof *generations);
+        if (generations) shard->generations = generations;
+        if (!slots || !generations) return false;
+        memset(slots + slot, 0, (count - slot) * sizeof *slots);
+        memset(generations + slot, 0, (count - slot) * sizeof *generations);
+        shard->slot_count = count;
+    }
+    shard->slots[slot] = conn;
+    shard->generations[slot]++;
+    if (shard->generations[slot] == 0) shard->generations[slot] = 1;
+    conn->slot = slot;
+    conn->generation = shard->generations[slot];
+    return true;
+}
+
+/* A client that vanished without a word is noticed by the kernel; a reader that stalls fills a
+ * small buffer soon. */
+static void set_socket_options(int fd) {
+    const struct {
+        int level, name, value;
+    } options[] = {
+        {SOL_SOCKET, SO_KEEPALIVE, 1},          {IPPROTO_TCP, TCP_KEEPIDLE, 30},
+        {IPPROTO_TCP, TCP_KEEPINTVL, 10},       {IPPROTO_TCP, TCP_KEEPCNT, 3},
+        {IPPROTO_TCP, TCP_USER_TIMEOUT, 30000}, {SOL_SOCKET, SO_SNDBUF, 64 << 10},
+        {IPPROTO_TCP, TCP_NODELAY, 1},
+    };
+    for (size_t i = 0; i < sizeof options / sizeof options[0];
+         i++) /* each is only an improvement */
+        (void)setsockopt(fd, options[i].level, options[i].name, &options[i].value,
+                         sizeof options[i].value);
+}
+
+static void open_conn(bd_shard *shard, struct MHD_Connection *connection, void **socket_context) {
+    const union MHD_ConnectionInfo *info =
+        MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
+    bd_conn *conn = calloc(1, sizeof *conn);
+    if (!conn || !info ||
+        !take_slot(shard, conn)) { /* its first request is refused for the missing context */
+        free(conn);
+        return;
+    }
+    conn->shard = shard;
+    conn->connection = connection;
+    conn->fd = info->connect_fd;
+    conn->deadline_us = bd_now_us() + (uint64_t)shard->server->options.header_seconds * 1000000u;
+    conn->next = shard->conns;
+    if (conn->next) conn->next->previous = conn;
+    shard->conns = conn;
+    shard->conn_count++;
+    if (!shard->admin) atomic_fetch_add(&shard->server->connection_count, 1);
+    set_socket_options(conn->fd);
+    *socket_context = conn;
+}
+
+static void close_conn(bd_shard *shard, bd_conn *conn) {
+    if (conn->watched) (void)epoll_ctl(shard->epoll_fd, EPOLL_CTL_DEL, conn->fd, NULL);
+    shard->slots[conn->slot] = NULL;
+    if (conn->previous)
+        conn->previous->next = conn->next;
+    else
+        shard->conns = conn->next;
+    if (conn->next) conn->next->previous = conn->previous;
+    shard->conn_count--;
+    if (!shard->admin) atomic_fetch_sub(&shard->server->connection_count, 1);
+    free(conn);
+}
+
+static void on_connection(void *cls, struct MHD_Connection *connection, void **socket_context,
+                          enum MHD_ConnectionNotificationCode code) {
+    bd_shard *shard = cls;
+    if (code == MHD_CONNECTION_NOTIFY_STARTED)
+        open_conn(shard, connection, socket_context);
+    else if (*socket_context)
+        close_conn(shard, *socket_context);
+}
+
+/* The request line as it came, before the library decodes it. */
+static void *on_request_line(void *cls, const char *uri, struct MHD_Connection *connection) {
+    const union MHD_ConnectionInfo *info =
+        MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT);
+    bd_conn *conn = info ? info->socket_context : NULL;
+    (void)cls;
+    if (!conn) return NULL;
+    size_t bytes = strcspn(uri, "?#");
+    conn->path_overlong = bytes >= sizeof conn->path;
+    if (conn->path_overlong) bytes = 0;
+    memcpy(conn->path, uri, bytes);
+    conn->path[bytes] = '\0';
+    return NULL; /* the first call of the handler makes the request */
+}
+
+static void on_library_log(void *cls, const char *format, va_list args) {
+    char text[512];
+    (void)cls;
+    if (!bd_log_enabled(BD_LOG_DEBUG)) return;
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wformat-nonliteral"
+    vsnprintf(text, sizeof text, format, args);
+#pragma GCC diagnostic pop
+    bd_log(BD_LOG_DEBUG, "http", "library: %.*s", (int)strcspn(text, "\n"), text);
+}
+
+/* ---- parking, waking, watching ---- */
+
+void bd_shard_park(bd_request *request) {
+    request->parked = true;
+    bd_shard_watch(request->conn);
+    MHD_suspend_connection(request->connection);
+}
+
+static void wake(bd_request *request) {
+    if (!request->parked || !request->connection) return;
+    request->parked = false;
+    MHD_resume_connection(request->connection);
+}
+
+void bd_shard_watch(bd_conn *conn) {
+    struct epoll_event event = {
+        .events = EPOLLRDHUP | EPOLLONESHOT,
+        .data.u64 = (uint64_t)conn->generation << 32 | conn->slot,
+    };
+    int operation = conn->watched ? EPOLL_CTL_MOD : EPOLL_CTL_ADD;
+    if (epoll_ctl(conn->shard->epoll_fd, operation, conn->fd, &event) == 0) conn->watched = true;
+}
+
+static void client_left(bd_shard *shard, uint64_t tag) {
+    uint32_t slot = (uint32_t)tag, generation = (uint32_t)(tag >> 32);
+    bd_conn *conn = slot < shard->slot_count ? shard->slots[slot] : NULL;
+    if (!conn || conn->generation != generation || !conn->request) return;
+    bd_request_cancel(conn->request, BD_CANCELLED);
+    wake(conn->request);
+}
+
+static void read_mailbox(bd_shard *shard) {
+    for (bd_message *message = bd_mailbox_take(shard->mailbox); message;) {
+        bd_request *request = (bd_request *)message;
+        message = message->next;
+        pthread_mutex_lock(&request->lock);
+        request->posted = false;
+        pthread_mutex_unlock(&request->lock);
+        wake(request);
+        bd_request_unref(request);
+    }
+}
+
+/* ---- time ---- */
+
+static void send_comment(bd_request *request, uint64_t now_us) {
+    static const char comment[] = ": keep-alive\n\n";
+    uint64_t interval_us = (uint64_t)request->shard->server->options.comment_seconds * 1000000u;
+    if (interval_us == 0 || !request->parked || !request->replied ||
+        now_us - request->last_write_us < interval_us)
+        return;
+    pthread_mutex_lock(&request->lock);
+    bool pushed =
+        !request->finished && bd_outbox_push(&request->outbox, comment, sizeof comment - 1);
+    pthread_mutex_unlock(&request->lock);
+    if (pushed) wake(request);
+}
+
+/* A head or body that drips in never counts as idle, hence the absolute deadlines. */
+static void sweep(bd_shard *shard, uint64_t now_us) {
+    int phase = atomic_load(&shard->server->phase);
+    for (bd_conn *conn = shard->conns; conn; conn = conn->next) {
+        if (conn->deadline_us > 0 && now_us > conn->deadline_us) {
+            conn->deadline_us = 0;
+            (void)shutdown(conn->fd, SHUT_RDWR);
+        }
+        if (!conn->request) continue;
+        if (phase == BD_PHASE_ABORT) bd_request_cancel(conn->request, BD_E_SHUTDOWN);
+        send_comment(conn->request, now_us);
+    }
+}
+
+static int wait_ms(bd_shard *shard, uint64_t now_us) {
+    MHD_UNSIGNED_LONG_LONG library_ms = WAIT_MS_MAX;
+    uint64_t own_ms = WAIT_MS_MAX;
+    if (shard->conn_count > 0)
+        own_ms = shard->sweep_at_us > now_us ? (shard->sweep_at_us - now_us) / 1000 + 1 : 0;
+    if (MHD_get_timeout(shard->daemon, &library_ms) == MHD_YES && library_ms < own_ms)
+        own_ms = library_ms;
+    return (int)own_ms;
+}
+
+/* ---- the loop ---- */
+
+static void turn(bd_shard *shard) {
+    struct epoll_event events[EVENTS_MAX];
+    int count = epoll_wait(shard->epoll_fd, events, EVENTS_MAX, wait_ms(shard, bd_now_us()));
+    read_mailbox(shard);
+    for (int i = 0; i < count; i++)
+        if (events[i].data.u64 >> 32 != 0) client_left(shard, events[i].data.u64);
+    uint64_t now_us = bd_now_us();
+    if (now_us >= shard->sweep_at_us) {
+        shard->sweep_at_us = now_us + SWEEP_US;
+        sweep(shard, now_us);
+    }
+    (void)MHD_run(shard->daemon);
+}
+
+/* Every connection is woken and cut; none is suspended again, or stopping the daemon would abort
+ * the process. */
+static void close_all(bd_shard *shard) {
+    shard->closing = true;
+    MHD_socket listener = MHD_quiesce_daemon(shard->daemon);
+    if (listener != MHD_INVALID_SOCKET) close(listener);
+    shard->listen_fd = -1;
+    uint64_t give_up_us = bd_now_us() + (uint64_t)CLOSE_SECONDS_MAX * 1000000u;
+    for (bd_conn *conn = shard->conns; conn; conn = conn->next) {
+        if (conn->request) {
+            bd_request_cancel(conn->request, BD_CANCELLED);
+            wake(conn->request);
+        }
+        (void)shutdown(conn->fd, SHUT_RDWR);
+    }
+    while (shard->conn_count > 0 && bd_now_us() < give_up_us)
+        turn(shard);
+}
+
+static void *run(void *arg) {
+    bd_shard *shard = arg;
+    (void)pthread_setname_np(pthread_self(), shard->name);
+    while (atomic_load(&shard->server->phase) != BD_PHASE_CLOSE)
+        turn(shard);
+    close_all(shard);
+    MHD_stop_daemon(shard->daemon);
+    shard->daemon = NULL;
+    return NULL;
+}
+
+bd_status bd_shard_init(bd_shard *shard, bd_http_server *server, int listen_fd, bool admin,
+                        uint32_t index, bd_error *err) {
+    *shard = (bd_shard){.server = server, .admin = admin, .listen_fd = listen_fd, .epoll_fd = -1};
+    if (admin)
+        snprintf(shard->name, sizeof shard->name, "bd-http-admin");
+    else
+        snprintf(shard->name, sizeof shard->name, "bd-http-%u", (unsigned)(index % 1000));
+    shard->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
+    if (shard->epoll_fd < 0)
+        return bd_fail_errno(err, BD_E_IO, shard->name, errno, "epoll_create1 failed");
+    return bd_mailbox_create(&shard->mailbox, 0, true, err);
+}
+
+static bd_status start_daemon(bd_shard *shard, bd_error *err) {
+    const bd_http_options *options = &shard->server->options;
+    if (listen(shard->listen_fd, BACKLOG) != 0)
+        return bd_fail_errno(err, BD_E_IO, shard->name, errno, "listen failed");
+    shard->daemon = MHD_start_daemon(
+        MHD_USE_EPOLL | MHD_ALLOW_SUSPEND_RESUME | MHD_USE_ERROR_LOG, 0, NULL, NULL, bd_handle,
+        shard, MHD_OPTION_EXTERNAL_LOGGER, on_library_log, NULL, MHD_OPTION_LISTEN_SOCKET,
+        shard->listen_fd, MHD_OPTION_NOTIFY_COMPLETED, bd_handle_completed, shard,
+        MHD_OPTION_NOTIFY_CONNECTION, on_connection, shard, MHD_OPTION_URI_LOG_CALLBACK,
+        on_request_line, shard, MHD_OPTION_CONNECTION_LIMIT,
+        (unsigned)options->connections_max + 64u, MHD_OPTION_CONNECTION_TIMEOUT,
+        (unsigned)options->idle_seconds, MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)32 << 10,
+        MHD_OPTION_STRICT_FOR_CLIENT, 1, MHD_OPTION_END);
+    if (!shard->daemon) return bd_fail(err, BD_E_IO, shard->name, "libmicrohttpd did not start");
+    const union MHD_DaemonInfo *info = MHD_get_daemon_info(shard->daemon, MHD_DAEMON_INFO_EPOLL_FD);
+    struct epoll_event library = {.events = EPOLLIN, .data.u64 = TAG_LIBRARY};
+    struct epoll_event mailbox = {.events = EPOLLIN, .data.u64 = TAG_MAILBOX};
+    if (info && epoll_ctl(shard->epoll_fd, EPOLL_CTL_ADD, info->epoll_fd, &library) == 0 &&
+        epoll_ctl(shard->epoll_fd, EPOLL_CTL_ADD, bd_mailbox_eventfd(shard->mailbox), &mailbox) ==
+            0)
+        return BD_OK;
+    return bd_fail_errno(err, BD_E_IO, shard->name, errno, "epoll_ctl failed");
+}
+
+bd_status bd_shard_start(bd_shard *shard, bd_error *err) {
+    bd_status status = start_daemon(shard, err);
+    if (status != BD_OK) return status;
+    int fault = pthread_create(&shard->thread, NULL, run, shard);
+    if (fault != 0) return bd_fail_errno(err, BD_E_IO, shard->name, fault, "cannot start a thread");
+    shard->started = true;
+    return BD_OK;
+}
+
+void bd_shard_deinit(bd_shard *shard) {
+    if (shard->daemon) MHD_stop_daemon(shard->daemon); /* started, but its thread was not */
+    if (shard->daemon) shard->listen_fd = -1;
+    if (shard->mailbox) read_mailbox(shard); /* what the engine's last sinks posted */
+    bd_mailbox_destroy(shard->mailbox);
+    if (shard->listen_fd >= 0) close(shard->listen_fd);
+    if (shard->epoll_fd >= 0) close(shard->epoll_fd);
+    free(shard->slots);
+    free(shard->generations);
+}

@@ -1,0 +1,200 @@
+/* openai.c - the API object: models, tokenize, detokenize, and the life of a completion. Threads:
+ * see openai.h. */
+#include <inttypes.h>
+#include <nettle/sha2.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/random.h>
+
+#include "bitdelta/base/clock.h"
+#include "completion.h"
+
+bd_status bd_openai_create(const bd_openai_options *options, bd_openai **out, bd_error *err) {
+    *out = NULL;
+    bd_openai *openai = calloc(1, sizeof *openai);
+    if (!openai) return bd_fail(err, BD_E_MEMORY, "openai", "out of memory");
+    const char *numerics = options->numerics ? options->numerics : "";
+    const char *base = options->base_fingerprint ? options->base_fingerprint : "";
+    if (asprintf(&openai->fingerprint_source, "%s\n%s\n%s\n", base, BD_VERSION, numerics) < 0) {
+        free(openai);
+        return bd_fail(err, BD_E_MEMORY, "openai", "out of memory");
+    }
+    openai->router = options->router;
+    openai->response_bytes_max =
+        options->response_bytes_max > 0 ? options->response_bytes_max : (size_t)256 << 20;
+    openai->prompts_max = options->prompts_max > 0 ? options->prompts_max : 1024;
+    *out = openai;
+    return BD_OK;
+}
+
+void bd_openai_destroy(bd_openai *openai) {
+    if (!openai) return;
+    free(openai->fingerprint_source);
+    free(openai);
+}
+
+static void sha256_hex(const char *text, const char *more, char *out, size_t digits) {
+    struct sha256_ctx hash;
+    uint8_t digest[SHA256_DIGEST_SIZE];
+    sha256_init(&hash);
+    sha256_update(&hash, strlen(text), (const uint8_t *)text);
+    sha256_update(&hash, strlen(more), (const uint8_t *)more);
+    sha256_digest(&hash, sizeof digest, digest);
+    for (size_t i = 0; i < digits; i++)
+        out[i] = "0123456789abcdef"[digest[i / 2] >> (i % 2 ? 0 : 4) & 15];
+    out[digits] = '\0';
+}
+
+void bd_openai_fingerprint(const bd_openai *openai, const bd_served *served, char out[24]) {
+    memcpy(out, "fp_", 3);
+    sha256_hex(openai->fingerprint_source, served->name, out + 3, 16);
+}
+
+void bd_openai_random_hex(char *out, size_t digits) {
+    uint8_t bytes[32] = {0};
+    BD_ASSERT(digits <= 2 * sizeof bytes);
+    if (getrandom(bytes, sizeof bytes, GRND_NONBLOCK) <
+        0) { /* before the pool is filled: still distinct */
+        uint64_t now = bd_now_us();
+        memcpy(bytes, &now, sizeof now);
+    }
+    for (size_t i = 0; i < digits; i++)
+        out[i] = "0123456789abcdef"[bytes[i / 2] >> (i % 2 ? 0 : 4) & 15];
+    out[digits] = '\0';
+}
+
+bool bd_openai_find_model(const bd_openai *openai, uint32_t tenant, const bd_text *model,
+                          const bd_served **out, bd_api_error *err) {
+    if (!model->data) {
+        *out = bd_router_served_count(openai->router) > 0 ? bd_router_served_at(openai->router, 0)
+                                                          : NULL;
+        if (*out) return true;
+        return bd_api_fail(err, BD_API_MODEL, "model", "No model is served.");
+    }
+    *out = bd_router_find(openai->router, model->data, model->bytes, tenant);
+    if (*out) return true;
+    return bd_api_fail(err, BD_API_MODEL, "model", "The model '%.*s' does not exist.",
+                       bd_api_quote_bytes(model->data, model->bytes), model->data);
+}
+
+static void write_card(const bd_served *served, bd_strbuf *out) {
+    char hex[17];
+    size_t bytes = strlen(served->name);
+    sha256_hex(served->name, "", hex, 16);
+    bd_strbuf_puts(out, "{\"id\":");
+    bd_strbuf_json_string(out, served->name, bytes);
+    bd_strbuf_printf(
+        out, ",\"object\":\"model\",\"created\":%" PRIu64 ",\"owned_by\":\"bitdelta\",\"root\":",
+        served->created_s);
+    bd_strbuf_json_string(out, served->name, bytes);
+    bd_strbuf_printf(out, ",\"parent\":null,\"max_model_len\":%" PRIu32, served->max_model_len);
+    bd_strbuf_printf(
+        out,
+        ",\"permission\":[{\"id\":\"modelperm-%s\",\"object\":\"model_permission\",\"created\":"
+        "%" PRIu64 ",\"allow_create_engine\":false,\"allow_sampling\":true,\"allow_logprobs\":true,"
+        "\"allow_search_indices\":false,\"allow_view\":true,\"allow_fine_tuning\":false,"
+        "\"organization\":\"*\",\"group\":null,\"is_blocking\":false}]}",
+        hex, served->created_s);
+}
+
+bool bd_openai_models(const bd_openai *openai, uint32_t tenant, bd_strbuf *out, bd_api_error *err) {
+    uint32_t written = 0;
+    bd_strbuf_puts(out, "{\"object\":\"list\",\"data\":[");
+    for (uint32_t i = 0; i < bd_router_served_count(openai->router); i++) {
+        const bd_served *served = bd_router_served_at(openai->router, i);
+        if (bd_router_find(openai->router, served->name, strlen(served->name), tenant) != served)
+            continue;
+        if (written++ > 0) bd_strbuf_puts(out, ",");
+        write_card(served, out);
+    }
+    bd_strbuf_puts(out, "]}");
+    return !out->failed || bd_out_of_memory(err);
+}
+
+bool bd_openai_model(const bd_openai *openai, uint32_t tenant, const char *id, size_t id_bytes,
+                     bd_strbuf *out, bd_api_error *err) {
+    const bd_served *served = NULL;
+    if (!bd_openai_find_model(openai, tenant, &(bd_text){id, id_bytes}, &served, err)) return false;
+    write_card(served, out);
+    return !out->failed || bd_out_of_memory(err);
+}
+
+bd_completion *bd_completion_create(const bd_openai *openai, uint32_t tenant, const char *body,
+                                    size_t bytes, uint64_t received_us, bd_api_error *err) {
+    bd_completion *completion = calloc(1, sizeof *completion);
+    if (!completion) {
+        bd_out_of_memory(err);
+        return NULL;
+    }
+    completion->openai = openai;
+    completion->tenant = tenant;
+    completion->created_s = bd_wall_seconds();
+    memcpy(completion->id, "cmpl-", 5);
+    bd_openai_random_hex(completion->id + 5, 32);
+    bool ok =
+        bd_completion_request_parse(body, bytes, openai->prompts_max, &completion->request, err) &&
+        bd_completion_prepare(completion, received_us, err);
+    if (ok) return completion;
+    bd_completion_destroy(completion);
+    return NULL;
+}
+
+bool bd_completion_is_stream(const bd_completion *completion) {
+    return completion->request.stream;
+}
+
+bool bd_completion_failed(const bd_completion *completion) { return completion->failed; }
+
+void bd_completion_submit(bd_completion *completion, const bd_completion_sink *sink, void *ctx) {
+    completion->sink = sink;
+    completion->sink_ctx = ctx;
+    completion->reserved = false; /* the router's from here on */
+    bd_router_submit(completion->openai->router, &completion->job);
+}
+
+void bd_completion_cancel(bd_completion *completion, bd_status reason) {
+    int none = BD_OK;
+    (void)atomic_compare_exchange_strong(&completion->cancel_reason, &none, (int)reason);
+    bd_router_cancel(completion->openai->router, &completion->job);
+}
+
+bool bd_completion_reply(bd_completion *completion, bd_strbuf *out, bd_api_error *err) {
+    if (completion->failed) {
+        *err = completion->error;
+        return false;
+    }
+    bd_completion_write_body(completion, out);
+    return !out->failed || bd_out_of_memory(err);
+}
+
+static void choice_deinit(bd_choice *choice) {
+    if (choice->detok.tokenizer) bd_detok_deinit(&choice->detok);
+    bd_strbuf_deinit(&choice->text);
+    bd_strbuf_deinit(&choice->token_ids);
+    bd_strbuf_deinit(&choice->prompt_logprobs);
+    bd_logprob_lists_deinit(&choice->lists);
+}
+
+void bd_completion_destroy(bd_completion *completion) {
+    if (!completion) return;
+    if (completion->reserved)
+        bd_router_unreserve(completion->openai->router, completion->served, completion->tenant,
+                            completion->choice_count);
+    for (uint32_t i = 0; completion->choices && i < completion->choice_count; i++)
+        choice_deinit(&completion->choices[i]);
+    for (uint32_t i = 0; completion->prompts && i < completion->request.prompt_count; i++) {
+        bd_token_vec_deinit(&completion->prompts[i].ids);
+        bd_strbuf_deinit(&completion->prompts[i].echo);
+        free(completion->prompts[i].offsets);
+    }
+    free(completion->choices);
+    free(completion->prompts);
+    free(completion->job_prompts);
+    free(completion->bias);
+    bd_strbuf_deinit(&completion->head);
+    bd_strbuf_deinit(&completion->piece);
+    bd_strbuf_deinit(&completion->event);
+    bd_completion_request_deinit(&completion->request);
+    free(completion);
+}

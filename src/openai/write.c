@@ -1,0 +1,131 @@
+/* write.c - response objects and events as JSON text. Threads: events on bd-sched, bodies on the
+ * creator's. */
+#include <inttypes.h>
+#include <string.h>
+
+#include "completion.h"
+
+bool bd_completion_write_head(bd_completion *completion) {
+    bd_strbuf *head = &completion->head;
+    bd_strbuf_puts(head, "{\"id\":\"");
+    bd_strbuf_puts(head, completion->id);
+    bd_strbuf_printf(head, "\",\"object\":\"text_completion\",\"created\":%" PRIu64 ",\"model\":",
+                     completion->created_s);
+    bd_strbuf_json_string(head, completion->served->name, strlen(completion->served->name));
+    bd_strbuf_puts(head, ",\"choices\":[");
+    return !head->failed;
+}
+
+static void write_usage(uint64_t prompt_tokens, uint64_t generated, bd_strbuf *out) {
+    bd_strbuf_printf(out,
+                     "{\"prompt_tokens\":%" PRIu64 ",\"completion_tokens\":%" PRIu64
+                     ",\"total_tokens\":%" PRIu64 "}",
+                     prompt_tokens, generated, prompt_tokens + generated);
+}
+
+static void write_finish(const bd_completion *completion, const bd_choice *choice, bd_strbuf *out) {
+    if (!choice->finished) {
+        bd_strbuf_puts(out, ",\"finish_reason\":null");
+        return;
+    }
+    bd_strbuf_printf(out, ",\"finish_reason\":\"%s\",\"stop_reason\":",
+                     choice->finish == BD_FINISH_STOP ? "stop" : "length");
+    if (choice->stop_string >= 0) {
+        const bd_text *stop = &completion->stops.strings[choice->stop_string];
+        bd_strbuf_json_string(out, stop->data, stop->bytes);
+    } else if (choice->stop_id >= 0) {
+        bd_strbuf_printf(out, "%" PRId32, choice->stop_id);
+    } else {
+        bd_strbuf_puts(out, "null");
+    }
+}
+
+static void write_ids(const bd_token_vec *ids, bd_strbuf *out) {
+    for (size_t i = 0; i < ids->count; i++)
+        bd_strbuf_printf(out, "%s%" PRId32, i > 0 ? "," : "", ids->ids[i]);
+}
+
+/* One literal for the echoed prompt and the text behind it. */
+static void write_text(const bd_strbuf *echo, const bd_strbuf *text, bd_strbuf *out) {
+    if (!echo || echo->len_bytes == 0) {
+        bd_strbuf_json_string(out, text->data, text->len_bytes);
+        return;
+    }
+    bd_strbuf joined;
+    bd_strbuf_init(&joined, 0);
+    bd_strbuf_append(&joined, echo->data, echo->len_bytes);
+    bd_strbuf_append(&joined, text->data, text->len_bytes);
+    if (joined.failed)
+        out->failed = true;
+    else
+        bd_strbuf_json_string(out, joined.data, joined.len_bytes);
+    bd_strbuf_deinit(&joined);
+}
+
+/* {"index":...}: what the choice holds now. first: the prompt's parts belong to it. */
+static void write_choice(const bd_completion *completion, uint32_t index, bool first,
+                         bd_strbuf *out) {
+    const bd_completion_request *request = &completion->request;
+    const bd_choice *choice = &completion->choices[index];
+    const bd_prompt_state *prompt = &completion->prompts[index / (uint32_t)request->n];
+    bd_strbuf_printf(out, "{\"index\":%" PRIu32 ",\"text\":", index);
+    write_text(first ? &prompt->echo : NULL, &choice->text, out);
+    bd_strbuf_puts(out, ",\"logprobs\":");
+    if (request->logprobs >= 0)
+        bd_logprob_lists_write(&choice->lists, out);
+    else
+        bd_strbuf_puts(out, "null");
+    write_finish(completion, choice, out);
+    if (request->return_token_ids) {
+        bd_strbuf_puts(out, ",\"token_ids\":[");
+        bd_strbuf_append(out, choice->token_ids.data, choice->token_ids.len_bytes);
+        bd_strbuf_puts(out, "]");
+        if (first) {
+            bd_strbuf_puts(out, ",\"prompt_token_ids\":[");
+            write_ids(&prompt->ids, out);
+            bd_strbuf_puts(out, "]");
+        }
+    }
+    if (request->prompt_logprobs >= 0 && first) {
+        bd_strbuf_puts(out, ",\"prompt_logprobs\":[");
+        bd_strbuf_append(out, choice->prompt_logprobs.data, choice->prompt_logprobs.len_bytes);
+        bd_strbuf_puts(out, "]");
+    }
+    bd_strbuf_puts(out, "}");
+}
+
+void bd_completion_write_event(bd_completion *completion, uint32_t index, bd_strbuf *out) {
+    const bd_completion_request *request = &completion->request;
+    const bd_choice *choice = &completion->choices[index];
+    bd_strbuf_puts(out, "data: ");
+    bd_strbuf_append(out, completion->head.data, completion->head.len_bytes);
+    write_choice(completion, index, !choice->event_sent, out);
+    bd_strbuf_puts(out, "]");
+    if (request->continuous_usage) {
+        bd_strbuf_puts(out, ",\"usage\":");
+        write_usage(completion->prompts[index / (uint32_t)request->n].ids.count, choice->generated,
+                    out);
+    } else if (request->include_usage) {
+        bd_strbuf_puts(out, ",\"usage\":null");
+    }
+    bd_strbuf_puts(out, "}\n\n");
+}
+
+void bd_completion_write_usage_event(bd_completion *completion, bd_strbuf *out) {
+    bd_strbuf_puts(out, "data: ");
+    bd_strbuf_append(out, completion->head.data, completion->head.len_bytes);
+    bd_strbuf_puts(out, "],\"usage\":");
+    write_usage(completion->prompt_tokens, completion->generated, out);
+    bd_strbuf_puts(out, "}\n\n");
+}
+
+void bd_completion_write_body(bd_completion *completion, bd_strbuf *out) {
+    bd_strbuf_append(out, completion->head.data, completion->head.len_bytes);
+    for (uint32_t i = 0; i < completion->choice_count; i++) {
+        if (i > 0) bd_strbuf_append(out, ",", 1);
+        write_choice(completion, i, true, out);
+    }
+    bd_strbuf_puts(out, "],\"usage\":");
+    write_usage(completion->prompt_tokens, completion->generated, out);
+    bd_strbuf_printf(out, ",\"system_fingerprint\":\"%s\"}", completion->fingerprint);
+}
