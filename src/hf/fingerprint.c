@@ -40,6 +40,7 @@ bd_status bd_checkpoint_fingerprint(const bd_checkpoint *checkpoint, char hex[65
             hash_text(&hash, dim);
         }
         hash_data(&hash, t);
+        bd_tensor_release(t);
     }
     uint8_t digest[SHA256_DIGEST_SIZE];
 #if NETTLE_VERSION_MAJOR >= 4

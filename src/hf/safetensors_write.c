@@ -77,19 +77,23 @@ static bd_status build_header(bd_strbuf *text, const bd_tensor *tensors, uint32_
     return BD_OK;
 }
 
-static bd_status write_header(bd_safetensors_writer *writer, bd_strbuf *text, uint32_t align_bytes,
-                              bd_error *err) {
+/* Spaces after the JSON, so that the data begins at a multiple of align_bytes. */
+static bd_status pad_header(bd_strbuf *text, uint32_t align_bytes, const char *subject,
+                            bd_error *err) {
     const uint64_t align = align_bytes > 0 ? align_bytes : 1;
     const uint64_t padding = (align - (8 + text->len_bytes) % align) % align;
     for (uint64_t i = 0; i < padding; i++)
         bd_strbuf_puts(text, " ");
     if (text->failed)
-        return bd_fail(err, BD_E_MEMORY, writer->path, "%s: out of memory for its header",
-                       writer->path);
+        return bd_fail(err, BD_E_MEMORY, subject, "out of memory for a safetensors header");
     if (text->len_bytes > BD_SAFETENSORS_HEADER_BYTES_MAX) {
-        return bd_fail(err, BD_E_LIMIT, writer->path, "%s: its header would have %zu bytes",
-                       writer->path, text->len_bytes);
+        return bd_fail(err, BD_E_LIMIT, subject, "a safetensors header would have %zu bytes",
+                       text->len_bytes);
     }
+    return BD_OK;
+}
+
+static bd_status write_header(bd_safetensors_writer *writer, const bd_strbuf *text, bd_error *err) {
     uint8_t prefix[8];
     for (uint32_t i = 0; i < 8; i++)
         prefix[i] = (uint8_t)((uint64_t)text->len_bytes >> (8 * i));
@@ -97,6 +101,18 @@ static bd_status write_header(bd_safetensors_writer *writer, bd_strbuf *text, ui
     if (!error_number) error_number = write_fully(writer->fd, text->data, text->len_bytes);
     if (!error_number) return BD_OK;
     return bd_fail_errno(err, BD_E_IO, writer->path, error_number, "cannot write %s", writer->path);
+}
+
+bd_status bd_safetensors_measure(const bd_tensor *tensors, uint32_t tensor_count,
+                                 uint32_t align_bytes, uint64_t *file_bytes, bd_error *err) {
+    uint64_t data_bytes = 0;
+    bd_strbuf text;
+    bd_strbuf_init(&text, BD_SAFETENSORS_HEADER_BYTES_MAX + (64u << 10));
+    bd_status status = build_header(&text, tensors, tensor_count, &data_bytes, err);
+    if (status == BD_OK) status = pad_header(&text, align_bytes, NULL, err);
+    *file_bytes = 8 + text.len_bytes + data_bytes;
+    bd_strbuf_deinit(&text);
+    return status;
 }
 
 static bd_safetensors_writer *writer_alloc(const char *path) {
@@ -133,13 +149,14 @@ bd_status bd_safetensors_writer_create(const char *path, const bd_tensor *tensor
     bd_strbuf text;
     bd_strbuf_init(&text, BD_SAFETENSORS_HEADER_BYTES_MAX + (64u << 10));
     bd_status status = build_header(&text, tensors, tensor_count, &writer->declared_bytes, err);
+    if (status == BD_OK) status = pad_header(&text, align_bytes, path, err);
     if (status != BD_OK) goto fail;
     writer->fd = open(writer->temporary, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
     if (writer->fd < 0) {
         status = bd_fail_errno(err, BD_E_IO, path, errno, "cannot create %s", writer->temporary);
         goto fail;
     }
-    if ((status = write_header(writer, &text, align_bytes, err)) != BD_OK) {
+    if ((status = write_header(writer, &text, err)) != BD_OK) {
         unlink(writer->temporary);
         goto fail;
     }

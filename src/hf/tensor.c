@@ -1,5 +1,7 @@
 /* tensor.c - element types of safetensors and their conversion to float32. Threads: any. */
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include "bitdelta/base/half.h"
 #include "bitdelta/hf/safetensors.h"
@@ -80,4 +82,13 @@ void bd_tensor_to_f32(const bd_tensor *tensor, uint64_t first, uint64_t count, f
     } else {
         f16_to_f32(from, count, out);
     }
+}
+
+void bd_tensor_release(const bd_tensor *tensor) {
+    if (!tensor->data) return;
+    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
+    const uintptr_t first = ((uintptr_t)tensor->data + page - 1) / page * page;
+    const uintptr_t end = ((uintptr_t)tensor->data + (uintptr_t)tensor->bytes) / page * page;
+    /* The pages are file-backed and clean, so failure costs memory, nothing else. */
+    if (end > first) (void)madvise((void *)first, end - first, MADV_DONTNEED);
 }

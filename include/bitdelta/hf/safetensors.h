@@ -50,6 +50,10 @@ typedef struct bd_safetensors_writer bd_safetensors_writer;
 BD_MUST_CHECK bd_status bd_safetensors_writer_create(const char *path, const bd_tensor *tensors,
                                                      uint32_t tensor_count, uint32_t align_bytes,
                                                      bd_safetensors_writer **out, bd_error *err);
+/* The size of the file that such a writer would make. */
+BD_MUST_CHECK bd_status bd_safetensors_measure(const bd_tensor *tensors, uint32_t tensor_count,
+                                               uint32_t align_bytes, uint64_t *file_bytes,
+                                               bd_error *err);
 BD_MUST_CHECK bd_status bd_safetensors_writer_append(bd_safetensors_writer *writer, const void *data,
                                                      size_t bytes, bd_error *err);
 /* Total declared bytes must have been appended. The writer is gone afterwards, whatever is returned. */
@@ -59,5 +63,7 @@ void bd_safetensors_writer_abort(bd_safetensors_writer *writer); /* removes the 
 size_t bd_dtype_bytes(bd_dtype dtype); /* 0 for BD_DTYPE_OTHER */
 /* Elements [first, first + count) of a F32, BF16 or F16 tensor as float32. Needs mapped data. */
 void bd_tensor_to_f32(const bd_tensor *tensor, uint64_t first, uint64_t count, float *out);
+/* Mapped data that will not be needed soon: lets the kernel take the pages back. A hint. */
+void bd_tensor_release(const bd_tensor *tensor);
 
 #endif

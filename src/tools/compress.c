@@ -1,0 +1,487 @@
+/* compress.c - `bitdelta compress`: checks what it is given, plans, writes the shard tensor by
+ * tensor, hashes it, writes delta.json and the small files that differ, and lets the whole appear.
+ * See compress.h. */
+#include "bitdelta/tools/compress.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "bitdelta/base/file.h"
+#include "bitdelta/base/half.h"
+#include "bitdelta/base/strbuf.h"
+
+#include "compress_internal.h"
+
+#define ALIGN_BYTES         4096u
+#define PATH_BYTES          4096u
+#define SIDE_FILE_BYTES_MAX ((size_t)512 << 20)
+#define WRONG_BASE_CHANGE   0.5 /* median of mean |delta| / mean |base| above it: another base */
+#define SIDE_FILES_MAX      8u
+
+typedef struct run {
+    const bd_compress_request *request;
+    FILE *out, *notes;
+    const char *scale, *embeddings;
+    uint32_t planes;
+    bd_checkpoint *base_files, *tuned_files;
+    bd_compress_model base, tuned;
+    bd_compress_plan plan;
+    bd_pool *pool;
+    bd_output_dir output;
+    bd_delta delta; /* the manifest to be */
+    bd_delta_file file;
+    char file_name[64];
+    uint64_t *chunks; /* owned, borrowed by file */
+    double *changes;  /* [plan.count], of the sign-coded ones */
+    uint32_t change_count;
+    const char *side_files[SIDE_FILES_MAX]; /* to be copied from the fine-tune */
+    uint32_t side_count;
+    uint64_t shard_bytes;
+    bd_progress progress;
+} run;
+
+/* ---- what was asked for
+ * ------------------------------------------------------------------------------------------ */
+
+static bool is_one_of(const char *text, const char *const *choices) {
+    while (*choices && strcmp(*choices, text) != 0)
+        choices++;
+    return *choices != NULL;
+}
+
+/* The last part of a path, without trailing slashes. */
+static void last_part(const char *path, char *out, size_t out_bytes) {
+    size_t end = strlen(path);
+    while (end > 1 && path[end - 1] == '/')
+        end--;
+    size_t first = end;
+    while (first > 0 && path[first - 1] != '/')
+        first--;
+    snprintf(out, out_bytes, "%.*s", (int)(end - first), path + first);
+}
+
+static bd_status set_name(char *to, const char *given, const char *path, const char *what,
+                          bd_error *err) {
+    char name[BD_VARIANT_NAME_MAX + 2];
+    if (given) {
+        snprintf(name, sizeof name, "%s", given);
+    } else {
+        last_part(path, name, sizeof name);
+    }
+    const size_t len = strlen(name);
+    bool fine = len > 0 && len <= BD_VARIANT_NAME_MAX;
+    for (size_t i = 0; i < len; i++)
+        fine = fine && (unsigned char)name[i] >= 0x20 && name[i] != 0x7f;
+    if (!fine)
+        return bd_fail(err, BD_E_ARGUMENT, what,
+                       "the %s is empty, over 128 bytes, or has control characters", what);
+    memcpy(to, name, len + 1);
+    return BD_OK;
+}
+
+static bd_status check_request(run *r, bd_error *err) {
+    static const char *const scales[] = {"row", "matrix", NULL};
+    static const char *const embeddings[] = {"sign", "full", "base", NULL};
+    const bd_compress_request *q = r->request;
+    r->scale = q->scale ? q->scale : "row";
+    r->embeddings = q->embeddings ? q->embeddings : "sign";
+    r->planes = q->bits ? q->bits : 1;
+    if (!is_one_of(r->scale, scales))
+        return bd_fail(err, BD_E_ARGUMENT, "scale", "--scale is neither row nor matrix");
+    if (!is_one_of(r->embeddings, embeddings)) {
+        return bd_fail(err, BD_E_ARGUMENT, "embeddings", "--embeddings is not sign, full or base");
+    }
+    if (r->planes > BD_PLANES_MAX)
+        return bd_fail(err, BD_E_ARGUMENT, "bits", "--bits is not 1, 2, 3 or 4");
+    if (q->shards > 1) {
+        return bd_fail(err, BD_E_UNSUPPORTED, "shards",
+                       "--shards %u: compress writes one shard, which serves every degree of "
+                       "tensor parallelism",
+                       q->shards);
+    }
+    bd_status status = set_name(r->delta.base, q->base_name, q->base_dir, "base name", err);
+    if (status == BD_OK)
+        status = set_name(r->delta.variant, q->variant_name, q->out_dir, "variant name", err);
+    return status == BD_OK ? bd_output_check(q->out_dir, q->force, &r->output, err) : status;
+}
+
+/* ---- the two models
+ * ------------------------------------------------------------------------------------------------
+ */
+
+static bool has_file(const char *dir, const char *name) {
+    char path[PATH_BYTES];
+    return bd_path_join(path, sizeof path, dir, name, NULL) == BD_OK && bd_file_exists(path);
+}
+
+static bd_status read_config(bd_compress_model *model, const char *dir, bd_error *err) {
+    model->has_config = has_file(dir, "config.json");
+    return model->has_config ? bd_model_config_read(dir, &model->config, err) : BD_OK;
+}
+
+/* Before anything big is read. A different tying alone is no obstacle: the tensors decide
+ * (compress_plan.c). */
+static bd_status check_configs(run *r, bd_error *err) {
+    const bd_model_config *base = &r->base.config, *tuned = &r->tuned.config;
+    if (!r->base.has_config || !r->tuned.has_config) return BD_OK;
+    bd_model_config same_tying = *tuned;
+    if (!bd_model_config_variant_differs(base, tuned)) same_tying.tied = base->tied;
+    char path[PATH_BYTES];
+    bd_status status =
+        bd_path_join(path, sizeof path, r->request->finetuned_dir, "config.json", err);
+    return status == BD_OK ? bd_model_config_check_variant(base, &same_tying, path, err) : status;
+}
+
+static bd_status open_models(run *r, bd_error *err) {
+    const bd_compress_request *q = r->request;
+    bd_status status = read_config(&r->base, q->base_dir, err);
+    if (status == BD_OK) status = read_config(&r->tuned, q->finetuned_dir, err);
+    if (status == BD_OK) status = check_configs(r, err);
+    if (status == BD_OK) status = bd_checkpoint_open(q->base_dir, &r->base_files, err);
+    if (status == BD_OK) status = bd_checkpoint_open(q->finetuned_dir, &r->tuned_files, err);
+    r->base.checkpoint = r->base_files;
+    r->tuned.checkpoint = r->tuned_files;
+    return status;
+}
+
+static bd_status make_plan(run *r, bd_error *err) {
+    const bd_embeddings embeddings = strcmp(r->embeddings, "full") == 0   ? BD_EMBEDDINGS_FULL
+                                     : strcmp(r->embeddings, "base") == 0 ? BD_EMBEDDINGS_BASE
+                                                                          : BD_EMBEDDINGS_SIGN;
+    bd_status status =
+        bd_compress_plan_make(&r->base, &r->tuned, embeddings, r->planes, &r->plan, err);
+    if (status != BD_OK) return status;
+    r->changes = calloc((size_t)r->plan.count + 1, sizeof *r->changes);
+    if (!r->changes) return bd_fail(err, BD_E_MEMORY, NULL, "out of memory");
+    return bd_safetensors_measure(r->plan.tensors, r->plan.tensor_count, ALIGN_BYTES,
+                                  &r->shard_bytes, err);
+}
+
+/* ---- the small files
+ * ------------------------------------------------------------------------------------------------
+ */
+
+static bd_status same_file(const char *a_dir, const char *b_dir, const char *name, bool *same,
+                           bd_error *err) {
+    char a_path[PATH_BYTES], b_path[PATH_BYTES];
+    bd_mapped_file a = {.fd = -1}, b = {.fd = -1};
+    bd_status status = bd_path_join(a_path, sizeof a_path, a_dir, name, err);
+    if (status == BD_OK) status = bd_path_join(b_path, sizeof b_path, b_dir, name, err);
+    if (status == BD_OK) status = bd_file_map(a_path, &a, err);
+    if (status == BD_OK) status = bd_file_map(b_path, &b, err);
+    *same = status == BD_OK && a.bytes == b.bytes &&
+            (a.bytes == 0 || memcmp(a.data, b.data, a.bytes) == 0);
+    bd_file_unmap(&a);
+    bd_file_unmap(&b);
+    return status;
+}
+
+static bd_status choose_side_files(run *r, bd_error *err) {
+    static const char *const names[] = {"tokenizer.json", "tokenizer_config.json",
+                                        "generation_config.json", "chat_template.jinja",
+                                        "config.json"};
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+        bool same = false;
+        if (!has_file(r->request->finetuned_dir, names[i])) continue;
+        if (has_file(r->request->base_dir, names[i])) {
+            const bd_status status =
+                same_file(r->request->finetuned_dir, r->request->base_dir, names[i], &same, err);
+            if (status != BD_OK) return status;
+        }
+        /* Of config.json only the fields that matter to a variant count, not, say, the version that
+         * wrote it. */
+        const bool config = strcmp(names[i], "config.json") == 0;
+        if (config && r->base.has_config &&
+            !bd_model_config_variant_differs(&r->base.config, &r->tuned.config))
+            same = true;
+        if (!same) r->side_files[r->side_count++] = names[i];
+    }
+    return BD_OK;
+}
+
+static bd_status copy_side_files(const run *r, bd_error *err) {
+    bd_status status = BD_OK;
+    for (uint32_t i = 0; i < r->side_count && status == BD_OK; i++) {
+        char from[PATH_BYTES], to[PATH_BYTES], *data = NULL;
+        size_t bytes = 0;
+        status = bd_path_join(from, sizeof from, r->request->finetuned_dir, r->side_files[i], err);
+        if (status == BD_OK)
+            status = bd_path_join(to, sizeof to, r->output.temporary, r->side_files[i], err);
+        if (status == BD_OK) status = bd_file_read(from, SIDE_FILE_BYTES_MAX, &data, &bytes, err);
+        if (status == BD_OK) status = bd_file_replace(to, data, bytes, err);
+        free(data);
+    }
+    return status;
+}
+
+/* ---- the shard
+ * ------------------------------------------------------------------------------------------------------
+ */
+
+static bd_status write_planes(run *r, const bd_compress_item *item, bd_safetensors_writer *writer,
+                              bd_error *err) {
+    bd_compress_planes planes;
+    const bool matrix = strcmp(r->scale, "matrix") == 0;
+    const uint64_t rows = item->base.shape[0], cols = item->base.shape[1];
+    bd_status status = bd_compress_encode(r->pool, item, r->planes, matrix, &planes, err);
+    if (status != BD_OK) return status;
+    for (uint32_t p = 0; p < r->planes && status == BD_OK; p++) {
+        status =
+            bd_safetensors_writer_append(writer, planes.bits[p], (size_t)(rows * (cols / 8)), err);
+        if (status != BD_OK) break;
+        status = bd_safetensors_writer_append(writer, planes.scale[p], (size_t)rows * sizeof(float),
+                                              err);
+    }
+    r->changes[r->change_count++] = planes.relative_change;
+    bd_compress_planes_free(&planes);
+    return status;
+}
+
+/* The rows after those of the base lie directly behind the view of the common ones. */
+static bd_status write_extra_rows(const bd_compress_item *item, bd_safetensors_writer *writer,
+                                  bd_error *err) {
+    const uint64_t cols = item->base.shape[1], rows = item->base.shape[0];
+    bd_tensor tuned = item->tuned;
+    tuned.shape[0] = rows + item->extra_rows;
+    tuned.bytes = tuned.shape[0] * cols * bd_dtype_bytes(tuned.dtype);
+    float *values = malloc((size_t)cols * sizeof *values);
+    uint16_t *halves = malloc((size_t)cols * sizeof *halves);
+    bd_status status =
+        values && halves ? BD_OK : bd_fail(err, BD_E_MEMORY, item->name, "out of memory");
+    for (uint64_t row = rows; row < rows + item->extra_rows && status == BD_OK; row++) {
+        bd_tensor view = tuned;
+        view.data += row * cols * bd_dtype_bytes(tuned.dtype);
+        view.bytes = cols * bd_dtype_bytes(tuned.dtype);
+        if ((status = bd_compress_check_finite(&view, item->name, err)) != BD_OK) break;
+        bd_tensor_to_f32(&view, 0, cols, values);
+        for (uint64_t i = 0; i < cols; i++)
+            halves[i] = bd_f32_to_bf16(values[i]);
+        status = bd_safetensors_writer_append(writer, halves, (size_t)cols * sizeof *halves, err);
+    }
+    free(values);
+    free(halves);
+    return status;
+}
+
+static bd_status write_item(run *r, const bd_compress_item *item, bd_safetensors_writer *writer,
+                            bd_error *err) {
+    bd_status status;
+    if (item->kind == BD_DELTA_SIGN) {
+        status = write_planes(r, item, writer, err);
+    } else {
+        status = bd_compress_check_finite(&item->tuned, item->name, err);
+        if (status == BD_OK) {
+            status = bd_safetensors_writer_append(writer, item->tuned.data,
+                                                  (size_t)item->tuned.bytes, err);
+        }
+    }
+    if (status == BD_OK && item->extra_rows > 0) status = write_extra_rows(item, writer, err);
+    bd_tensor_release(&item->base);
+    bd_tensor_release(&item->tuned);
+    bd_progress_add(&r->progress, item->base.bytes + item->tuned.bytes, item->name);
+    return status;
+}
+
+static bd_status write_shard(run *r, bd_error *err) {
+    char path[PATH_BYTES];
+    bd_safetensors_writer *writer = NULL;
+    bd_delta_file_name(r->file_name, sizeof r->file_name, 0, 1);
+    bd_status status = bd_path_join(path, sizeof path, r->output.temporary, r->file_name, err);
+    if (status != BD_OK) return status;
+    status = bd_safetensors_writer_create(path, r->plan.tensors, r->plan.tensor_count, ALIGN_BYTES,
+                                          &writer, err);
+    if (status != BD_OK) return status;
+    bd_progress_begin(&r->progress, r->notes, r->request->json, r->plan.input_bytes);
+    for (uint32_t i = 0; i < r->plan.count && status == BD_OK; i++) {
+        status = write_item(r, &r->plan.items[i], writer, err);
+    }
+    if (status != BD_OK) {
+        bd_safetensors_writer_abort(writer);
+        return status;
+    }
+    if ((status = bd_safetensors_writer_finish(writer, err)) != BD_OK) return status;
+    return bd_delta_hash_file(path, &r->file, &r->chunks, err);
+}
+
+static bd_status write_manifest(run *r, bd_error *err) {
+    bd_delta *d = &r->delta;
+    snprintf(d->dir, sizeof d->dir, "%s", r->output.temporary);
+    snprintf(d->embeddings, sizeof d->embeddings, "%s", r->embeddings);
+    snprintf(d->scale, sizeof d->scale, "%s", r->scale);
+    r->file.name = r->file_name;
+    d->bits = r->planes;
+    d->shard_count = 1;
+    d->entry_count = r->plan.count;
+    d->entries = r->plan.entries;
+    d->files = &r->file;
+    return bd_delta_write_manifest(d, err);
+}
+
+/* ---- is it the right base?
+ * ------------------------------------------------------------------------------------------ */
+
+static int by_value(const void *a, const void *b) {
+    const double *x = a, *y = b;
+    return *x < *y ? -1 : *x > *y;
+}
+
+static double median_change(run *r) {
+    const uint32_t n = r->change_count;
+    if (n == 0) return 0.0;
+    qsort(r->changes, n, sizeof *r->changes, by_value);
+    return n % 2 ? r->changes[n / 2] : (r->changes[n / 2 - 1] + r->changes[n / 2]) / 2.0;
+}
+
+static bd_status check_base_fits(run *r, double change, bd_error *err) {
+    if (!(change > WRONG_BASE_CHANGE)) return BD_OK;
+    if (r->request->force) {
+        if (r->notes) {
+            fprintf(r->notes,
+                    "%swarning: the weights differ from the base's by %.0f%% of their size%s\n",
+                    r->request->json ? "{\"event\":\"warning\",\"text\":\"" : "", 100.0 * change,
+                    r->request->json ? "\"}" : "");
+        }
+        return BD_OK;
+    }
+    return bd_fail(err, BD_E_MISMATCH, r->request->base_dir,
+                   "%s does not seem to be the base of %s: the weights differ by %.0f%% of their "
+                   "size (--force overrides)",
+                   r->request->base_dir, r->request->finetuned_dir, 100.0 * change);
+}
+
+/* ---- the result
+ * ------------------------------------------------------------------------------------------------------
+ */
+
+static uint32_t count_kind(const run *r, bd_delta_kind kind) {
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < r->plan.count; i++)
+        count += r->plan.items[i].kind == kind;
+    return count;
+}
+
+static void put_pair(bd_strbuf *out, const char *key, const char *value) {
+    bd_strbuf_printf(out, ",\"%s\":", key);
+    bd_strbuf_json_string(out, value, strlen(value));
+}
+
+static void report_json(const run *r, double change) {
+    bd_strbuf b;
+    bd_strbuf_init(&b, 0);
+    bd_strbuf_printf(&b, "{\"dry_run\":%s", r->request->dry_run ? "true" : "false");
+    put_pair(&b, "out", r->output.path);
+    put_pair(&b, "variant", r->delta.variant);
+    put_pair(&b, "base", r->delta.base);
+    put_pair(&b, "base_fingerprint", r->delta.base_fingerprint);
+    put_pair(&b, "scale", r->scale);
+    put_pair(&b, "embeddings", r->embeddings);
+    bd_strbuf_printf(
+        &b, ",\"bits\":%u,\"tensors_sign\":%u,\"tensors_full\":%u,\"tensors_equal\":%u", r->planes,
+        count_kind(r, BD_DELTA_SIGN), count_kind(r, BD_DELTA_FULL), r->plan.equal_count);
+    bd_strbuf_printf(&b, ",\"model_bytes\":%llu,\"delta_bytes\":%llu",
+                     (unsigned long long)bd_checkpoint_bytes(r->tuned_files),
+                     (unsigned long long)r->shard_bytes);
+    if (!r->request->dry_run) {
+        bd_strbuf_printf(&b, ",\"median_relative_change\":%.6g,\"seconds\":%.3f", change,
+                         bd_progress_seconds(&r->progress));
+    }
+    bd_strbuf_puts(&b, ",\"copied\":[");
+    for (uint32_t i = 0; i < r->side_count; i++) {
+        bd_strbuf_printf(&b, "%s\"%s\"", i ? "," : "", r->side_files[i]);
+    }
+    bd_strbuf_puts(&b, "]}\n");
+    if (!b.failed) fputs(b.data, r->out);
+    bd_strbuf_deinit(&b);
+}
+
+static void report_text(const run *r, FILE *to, double change) {
+    const double model = (double)bd_checkpoint_bytes(r->tuned_files),
+                 delta = (double)r->shard_bytes;
+    fprintf(to,
+            "%s%s: %u tensors by sign (%u bit%s, scale per %s), %u in full, %u as in the base\n",
+            r->request->dry_run ? "would write " : "", r->output.path, count_kind(r, BD_DELTA_SIGN),
+            r->planes, r->planes == 1 ? "" : "s", r->scale, count_kind(r, BD_DELTA_FULL),
+            r->plan.equal_count);
+    fprintf(to, "%llu bytes for a model of %llu (1/%.1f)", (unsigned long long)r->shard_bytes,
+            (unsigned long long)bd_checkpoint_bytes(r->tuned_files),
+            delta > 0.0 ? model / delta : 0.0);
+    if (!r->request->dry_run) {
+        fprintf(to, "; weights changed by %.1f%% (median); %.1f s", 100.0 * change,
+                bd_progress_seconds(&r->progress));
+    }
+    fputc('\n', to);
+    for (uint32_t i = 0; i < r->side_count; i++) {
+        fprintf(to, "%s %s\n", r->request->dry_run ? "would copy" : "copied", r->side_files[i]);
+    }
+}
+
+static void report_table(const run *r) {
+    uint32_t t = 0;
+    for (uint32_t i = 0; i < r->plan.count; i++) {
+        const bd_compress_item *item = &r->plan.items[i];
+        const bool sign = item->kind == BD_DELTA_SIGN;
+        uint64_t bytes = item->extra_rows * 2 * item->base.shape[1];
+        bytes += sign ? r->planes * item->base.shape[0] * (item->base.shape[1] / 8 + 4)
+                      : item->tuned.bytes;
+        fprintf(r->out, "%-6s %12llu -> %10llu  %s\n", sign ? "sign" : "full",
+                (unsigned long long)item->tuned.bytes, (unsigned long long)bytes, item->name);
+        t++;
+    }
+    if (t == 0) fputs("nothing to store: the models are equal\n", r->out);
+}
+
+/* ---- the run
+ * ---------------------------------------------------------------------------------------------------------
+ */
+
+static bd_status write_all(run *r, bd_error *err) {
+    bd_status status = bd_pool_create(&r->pool, r->request->threads, "bd-comp", err);
+    if (status != BD_OK) return status;
+    if ((status = bd_output_begin(&r->output, r->shard_bytes + (1u << 20), err)) != BD_OK)
+        return status;
+    if ((status = write_shard(r, err)) != BD_OK) return status;
+    const double change = median_change(r);
+    if ((status = check_base_fits(r, change, err)) != BD_OK) return status;
+    if ((status = copy_side_files(r, err)) != BD_OK) return status;
+    if ((status = write_manifest(r, err)) != BD_OK) return status;
+    if ((status = bd_output_commit(&r->output, err)) != BD_OK) return status;
+    if (r->request->json) {
+        report_json(r, change);
+    } else if (r->notes) {
+        report_text(r, r->notes, change);
+    }
+    return BD_OK;
+}
+
+static void clean_up(run *r) {
+    bd_output_abort(&r->output);
+    bd_pool_destroy(r->pool);
+    bd_compress_plan_free(&r->plan);
+    bd_checkpoint_close(r->base_files);
+    bd_checkpoint_close(r->tuned_files);
+    free(r->chunks);
+    free(r->changes);
+}
+
+bd_status bd_compress_run(const bd_compress_request *request, FILE *out, FILE *progress,
+                          bd_error *err) {
+    run r = {.request = request, .out = out, .notes = progress, .output = {.lock_fd = -1}};
+    bd_status status = check_request(&r, err);
+    if (status == BD_OK) status = open_models(&r, err);
+    if (status == BD_OK) status = make_plan(&r, err);
+    if (status == BD_OK) status = choose_side_files(&r, err);
+    if (status == BD_OK)
+        status = bd_checkpoint_fingerprint(r.base_files, r.delta.base_fingerprint, err);
+    if (status == BD_OK && request->dry_run) {
+        if (request->json) {
+            report_json(&r, 0.0);
+        } else {
+            report_table(&r);
+            report_text(&r, out, 0.0);
+        }
+    } else if (status == BD_OK) {
+        status = write_all(&r, err);
+    }
+    clean_up(&r);
+    return status;
+}
