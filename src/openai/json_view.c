@@ -47,43 +47,43 @@ static const char *skip_value(const char *at) {
     }
 }
 
-bd_json bd_json_root(const char *text) {
-    return (bd_json){skip_space(text)};
+bd_view bd_view_root(const char *text) {
+    return (bd_view){skip_space(text)};
 }
 
-bd_json_kind bd_json_kind_of(bd_json value) {
+bd_view_kind bd_view_kind_of(bd_view value) {
     switch (*value.at) {
     case 'n':
-        return BD_JSON_NULL;
+        return BD_VIEW_NULL;
     case 't':
     case 'f':
-        return BD_JSON_BOOL;
+        return BD_VIEW_BOOL;
     case '"':
-        return BD_JSON_STRING;
+        return BD_VIEW_STRING;
     case '[':
-        return BD_JSON_ARRAY;
+        return BD_VIEW_ARRAY;
     case '{':
-        return BD_JSON_OBJECT;
+        return BD_VIEW_OBJECT;
     default:
-        return BD_JSON_NUMBER;
+        return BD_VIEW_NUMBER;
     }
 }
 
-const char *bd_json_kind_name(bd_json_kind kind) {
+const char *bd_view_kind_name(bd_view_kind kind) {
     static const char *const names[] = {
-        [BD_JSON_NULL] = "null",       [BD_JSON_BOOL] = "a boolean", [BD_JSON_NUMBER] = "a number",
-        [BD_JSON_STRING] = "a string", [BD_JSON_ARRAY] = "an array", [BD_JSON_OBJECT] = "an object",
+        [BD_VIEW_NULL] = "null",       [BD_VIEW_BOOL] = "a boolean", [BD_VIEW_NUMBER] = "a number",
+        [BD_VIEW_STRING] = "a string", [BD_VIEW_ARRAY] = "an array", [BD_VIEW_OBJECT] = "an object",
     };
     return names[kind];
 }
 
-bool bd_json_true(bd_json value) {
+bool bd_view_true(bd_view value) {
     return *value.at == 't';
 }
 
 /* The text is followed by a delimiter or its NUL, so strtod stops in time; the process keeps the C
  * locale's numbers. */
-double bd_json_double(bd_json value) {
+double bd_view_double(bd_view value) {
     return strtod(value.at, NULL);
 }
 
@@ -131,23 +131,23 @@ static decimal read_decimal(const char *at) {
     return number;
 }
 
-bd_json_int bd_json_int64(bd_json value, int64_t *out) {
+bd_view_int bd_view_int64(bd_view value, int64_t *out) {
     decimal number = read_decimal(value.at);
     *out = 0;
-    if (number.digits == 0 && !number.overflow) return BD_JSON_INT_OK;
-    if (number.exponent < 0) return BD_JSON_INT_FRACTION;
+    if (number.digits == 0 && !number.overflow) return BD_VIEW_INT_OK;
+    if (number.exponent < 0) return BD_VIEW_INT_FRACTION;
     for (; number.exponent > 0 && !number.overflow; number.exponent--) {
         if (number.digits > UINT64_MAX / 10) number.overflow = true;
         number.digits *= 10;
     }
     uint64_t limit = (uint64_t)INT64_MAX + (number.negative ? 1u : 0u);
     if (number.overflow || number.digits > limit)
-        return number.negative ? BD_JSON_INT_LOW : BD_JSON_INT_HIGH;
+        return number.negative ? BD_VIEW_INT_LOW : BD_VIEW_INT_HIGH;
     if (!number.negative)
         *out = (int64_t)number.digits;
     else
         *out = number.digits == limit ? INT64_MIN : -(int64_t)number.digits;
-    return BD_JSON_INT_OK;
+    return BD_VIEW_INT_OK;
 }
 
 static uint32_t hex4(const char *at) {
@@ -238,19 +238,19 @@ static size_t decode_string(const char *at, char *out) {
     return count;
 }
 
-size_t bd_json_string_bytes(bd_json value) {
+size_t bd_view_string_bytes(bd_view value) {
     return decode_string(value.at, NULL);
 }
 
-void bd_json_string_copy(bd_json value, char *out) {
+void bd_view_string_copy(bd_view value, char *out) {
     (void)decode_string(value.at, out);
 }
 
-bd_json_iter bd_json_begin(bd_json array_or_object) {
-    return (bd_json_iter){skip_space(array_or_object.at + 1)};
+bd_view_iter bd_view_begin(bd_view array_or_object) {
+    return (bd_view_iter){skip_space(array_or_object.at + 1)};
 }
 
-bool bd_json_next_item(bd_json_iter *iter, bd_json *item) {
+bool bd_view_next_item(bd_view_iter *iter, bd_view *item) {
     if (*iter->at == ']') return false;
     item->at = iter->at;
     const char *at = skip_space(skip_value(iter->at));
@@ -258,7 +258,7 @@ bool bd_json_next_item(bd_json_iter *iter, bd_json *item) {
     return true;
 }
 
-bool bd_json_next_member(bd_json_iter *iter, bd_json *key, bd_json *value) {
+bool bd_view_next_member(bd_view_iter *iter, bd_view *key, bd_view *value) {
     if (*iter->at == '}') return false;
     key->at = iter->at;
     const char *at = skip_space(skip_string(iter->at));
@@ -268,10 +268,10 @@ bool bd_json_next_member(bd_json_iter *iter, bd_json *key, bd_json *value) {
     return true;
 }
 
-size_t bd_json_count(bd_json array) {
+size_t bd_view_count(bd_view array) {
     size_t count = 0;
-    bd_json item;
-    for (bd_json_iter iter = bd_json_begin(array); bd_json_next_item(&iter, &item);)
+    bd_view item;
+    for (bd_view_iter iter = bd_view_begin(array); bd_view_next_item(&iter, &item);)
         count++;
     return count;
 }

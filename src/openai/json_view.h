@@ -8,43 +8,43 @@
 #include <stddef.h>
 #include <stdint.h>
 
-typedef enum bd_json_kind {
-    BD_JSON_NULL,
-    BD_JSON_BOOL,
-    BD_JSON_NUMBER,
-    BD_JSON_STRING,
-    BD_JSON_ARRAY,
-    BD_JSON_OBJECT
-} bd_json_kind;
+typedef enum bd_view_kind {
+    BD_VIEW_NULL,
+    BD_VIEW_BOOL,
+    BD_VIEW_NUMBER,
+    BD_VIEW_STRING,
+    BD_VIEW_ARRAY,
+    BD_VIEW_OBJECT
+} bd_view_kind;
 
-typedef struct bd_json { /* at: the first byte of a value; NULL: no value */
+typedef struct bd_view { /* at: the first byte of a value; NULL: no value */
     const char *at;
-} bd_json;
+} bd_view;
 
-typedef enum bd_json_int {
-    BD_JSON_INT_OK,
-    BD_JSON_INT_FRACTION,
-    BD_JSON_INT_LOW,
-    BD_JSON_INT_HIGH
-} bd_json_int;
+typedef enum bd_view_int {
+    BD_VIEW_INT_OK,
+    BD_VIEW_INT_FRACTION,
+    BD_VIEW_INT_LOW,
+    BD_VIEW_INT_HIGH
+} bd_view_int;
 
-bd_json bd_json_root(const char *text); /* skips white space */
-bd_json_kind bd_json_kind_of(bd_json value);
-const char *bd_json_kind_name(bd_json_kind kind);       /* "a string", for messages */
-bool bd_json_true(bd_json value);                       /* of a BOOL */
-double bd_json_double(bd_json value);                   /* of a NUMBER */
-bd_json_int bd_json_int64(bd_json value, int64_t *out); /* of a NUMBER; 1.6e1 is 16 */
+bd_view bd_view_root(const char *text); /* skips white space */
+bd_view_kind bd_view_kind_of(bd_view value);
+const char *bd_view_kind_name(bd_view_kind kind);       /* "a string", for messages */
+bool bd_view_true(bd_view value);                       /* of a BOOL */
+double bd_view_double(bd_view value);                   /* of a NUMBER */
+bd_view_int bd_view_int64(bd_view value, int64_t *out); /* of a NUMBER; 1.6e1 is 16 */
 /* Of a STRING: length once decoded, and the decoding into out (that many bytes, no NUL added). */
-size_t bd_json_string_bytes(bd_json value);
-void bd_json_string_copy(bd_json value, char *out);
+size_t bd_view_string_bytes(bd_view value);
+void bd_view_string_copy(bd_view value, char *out);
 
-typedef struct bd_json_iter {
+typedef struct bd_view_iter {
     const char *at;
-} bd_json_iter;
+} bd_view_iter;
 
-bd_json_iter bd_json_begin(bd_json array_or_object);
-bool bd_json_next_item(bd_json_iter *iter, bd_json *item);
-bool bd_json_next_member(bd_json_iter *iter, bd_json *key, bd_json *value);
-size_t bd_json_count(bd_json array);
+bd_view_iter bd_view_begin(bd_view array_or_object);
+bool bd_view_next_item(bd_view_iter *iter, bd_view *item);
+bool bd_view_next_member(bd_view_iter *iter, bd_view *key, bd_view *value);
+size_t bd_view_count(bd_view array);
 
 #endif

@@ -144,7 +144,9 @@ bool bd_completion_is_stream(const bd_completion *completion) {
     return completion->request.stream;
 }
 
-bool bd_completion_failed(const bd_completion *completion) { return completion->failed; }
+bool bd_completion_failed(const bd_completion *completion) {
+    return completion->failed;
+}
 
 void bd_completion_submit(bd_completion *completion, const bd_completion_sink *sink, void *ctx) {
     completion->sink = sink;

@@ -6,9 +6,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-static bool parse_ids(const bd_field_context *context, const char *name, bd_json value,
+static bool parse_ids(const bd_field_context *context, const char *name, bd_view value,
                       bd_prompt_input *out, bd_api_error *err) {
-    size_t count = bd_json_count(value);
+    size_t count = bd_view_count(value);
     if (count == 0)
         return bd_api_fail(err, BD_API_EMPTY_ARRAY, name,
                            "Invalid '%s': an empty list of token ids.", name);
@@ -16,17 +16,17 @@ static bool parse_ids(const bd_field_context *context, const char *name, bd_json
         return bd_api_fail(err, BD_API_LONG_ARRAY, name, "Invalid '%s': too many token ids.", name);
     int32_t *ids = bd_arena_alloc(context->arena, count, sizeof *ids);
     if (!ids) return bd_out_of_memory(err);
-    bd_json item;
+    bd_view item;
     size_t index = 0;
-    for (bd_json_iter iter = bd_json_begin(value); bd_json_next_item(&iter, &item); index++) {
-        if (bd_json_kind_of(item) != BD_JSON_NUMBER)
+    for (bd_view_iter iter = bd_view_begin(value); bd_view_next_item(&iter, &item); index++) {
+        if (bd_view_kind_of(item) != BD_VIEW_NUMBER)
             return bd_field_wrong_type(name, "an integer token id", item, err);
         int64_t id = 0;
-        bd_json_int kind = bd_json_int64(item, &id);
-        if (kind == BD_JSON_INT_FRACTION)
+        bd_view_int kind = bd_view_int64(item, &id);
+        if (kind == BD_VIEW_INT_FRACTION)
             return bd_api_fail(err, BD_API_TYPE, name,
                                "Invalid type for '%s': a token id with a fraction.", name);
-        if (kind != BD_JSON_INT_OK || id < 0 || id > INT32_MAX)
+        if (kind != BD_VIEW_INT_OK || id < 0 || id > INT32_MAX)
             return bd_api_fail(err, BD_API_VALUE, name,
                                "Invalid '%s': the token id at position %zu is out of range.", name,
                                index);
@@ -36,7 +36,7 @@ static bool parse_ids(const bd_field_context *context, const char *name, bd_json
     return true;
 }
 
-static bool parse_prompt_list(const bd_field_context *context, const char *name, bd_json value,
+static bool parse_prompt_list(const bd_field_context *context, const char *name, bd_view value,
                               size_t count, bd_api_error *err) {
     bd_completion_request *request = context->object;
     if (count > context->prompts_max)
@@ -45,16 +45,16 @@ static bool parse_prompt_list(const bd_field_context *context, const char *name,
                            context->prompts_max);
     request->prompts = bd_arena_alloc(context->arena, count, sizeof *request->prompts);
     if (!request->prompts) return bd_out_of_memory(err);
-    bd_json item;
-    bd_json_iter iter = bd_json_begin(value);
-    bd_json_kind kind = BD_JSON_NULL;
-    while (bd_json_next_item(&iter, &item)) {
+    bd_view item;
+    bd_view_iter iter = bd_view_begin(value);
+    bd_view_kind kind = BD_VIEW_NULL;
+    while (bd_view_next_item(&iter, &item)) {
         bd_prompt_input *prompt = &request->prompts[request->prompt_count];
-        if (request->prompt_count == 0) kind = bd_json_kind_of(item);
-        if (bd_json_kind_of(item) != kind)
+        if (request->prompt_count == 0) kind = bd_view_kind_of(item);
+        if (bd_view_kind_of(item) != kind)
             return bd_api_fail(err, BD_API_TYPE, name,
                                "Invalid type for '%s': its elements are of different types.", name);
-        bool ok = kind == BD_JSON_STRING ? bd_field_text(context->arena, item, &prompt->text, err)
+        bool ok = kind == BD_VIEW_STRING ? bd_field_text(context->arena, item, &prompt->text, err)
                                          : parse_ids(context, name, item, prompt, err);
         if (!ok) return false;
         request->prompt_count++;
@@ -62,37 +62,37 @@ static bool parse_prompt_list(const bd_field_context *context, const char *name,
     return true;
 }
 
-static bool parse_prompt(const bd_field_context *context, const char *name, bd_json value,
+static bool parse_prompt(const bd_field_context *context, const char *name, bd_view value,
                          bd_api_error *err) {
     bd_completion_request *request = context->object;
-    bd_json_kind kind = bd_json_kind_of(value);
-    bd_json first = {NULL};
-    if (kind == BD_JSON_ARRAY) {
-        bd_json_iter iter = bd_json_begin(value);
-        if (!bd_json_next_item(&iter, &first))
+    bd_view_kind kind = bd_view_kind_of(value);
+    bd_view first = {NULL};
+    if (kind == BD_VIEW_ARRAY) {
+        bd_view_iter iter = bd_view_begin(value);
+        if (!bd_view_next_item(&iter, &first))
             return bd_api_fail(err, BD_API_EMPTY_ARRAY, name, "Invalid '%s': an empty array.",
                                name);
-        bd_json_kind inner = bd_json_kind_of(first);
-        if (inner == BD_JSON_STRING || inner == BD_JSON_ARRAY)
-            return parse_prompt_list(context, name, value, bd_json_count(value), err);
-        if (inner != BD_JSON_NUMBER)
+        bd_view_kind inner = bd_view_kind_of(first);
+        if (inner == BD_VIEW_STRING || inner == BD_VIEW_ARRAY)
+            return parse_prompt_list(context, name, value, bd_view_count(value), err);
+        if (inner != BD_VIEW_NUMBER)
             return bd_field_wrong_type(name, "strings, token ids or arrays of token ids", first,
                                        err);
-    } else if (kind != BD_JSON_STRING) {
+    } else if (kind != BD_VIEW_STRING) {
         return bd_field_wrong_type(name, "a string or an array", value, err);
     }
     request->prompts = bd_arena_alloc(context->arena, 1, sizeof *request->prompts);
     if (!request->prompts) return bd_out_of_memory(err);
     request->prompt_count = 1;
-    if (kind == BD_JSON_STRING)
+    if (kind == BD_VIEW_STRING)
         return bd_field_text(context->arena, value, &request->prompts[0].text, err);
     return parse_ids(context, name, value, &request->prompts[0], err);
 }
 
-static bool parse_stop_string(const bd_field_context *context, const char *name, bd_json value,
+static bool parse_stop_string(const bd_field_context *context, const char *name, bd_view value,
                               bd_api_error *err) {
     bd_completion_request *request = context->object;
-    if (bd_json_kind_of(value) != BD_JSON_STRING)
+    if (bd_view_kind_of(value) != BD_VIEW_STRING)
         return bd_field_wrong_type(name, "a string", value, err);
     if (request->stop_count == BD_STOP_STRINGS_MAX)
         return bd_api_fail(err, BD_API_LONG_ARRAY, name, "Invalid '%s': at most %d stop strings.",
@@ -109,32 +109,32 @@ static bool parse_stop_string(const bd_field_context *context, const char *name,
     return true;
 }
 
-static bool parse_stop(const bd_field_context *context, const char *name, bd_json value,
+static bool parse_stop(const bd_field_context *context, const char *name, bd_view value,
                        bd_api_error *err) {
-    if (bd_json_kind_of(value) == BD_JSON_STRING)
+    if (bd_view_kind_of(value) == BD_VIEW_STRING)
         return parse_stop_string(context, name, value, err);
-    if (bd_json_kind_of(value) != BD_JSON_ARRAY)
+    if (bd_view_kind_of(value) != BD_VIEW_ARRAY)
         return bd_field_wrong_type(name, "a string or an array of strings", value, err);
-    bd_json item;
-    for (bd_json_iter iter = bd_json_begin(value); bd_json_next_item(&iter, &item);)
+    bd_view item;
+    for (bd_view_iter iter = bd_view_begin(value); bd_view_next_item(&iter, &item);)
         if (!parse_stop_string(context, name, item, err)) return false;
     return true;
 }
 
-static bool parse_stop_ids(const bd_field_context *context, const char *name, bd_json value,
+static bool parse_stop_ids(const bd_field_context *context, const char *name, bd_view value,
                            bd_api_error *err) {
     bd_completion_request *request = context->object;
-    if (bd_json_kind_of(value) != BD_JSON_ARRAY)
+    if (bd_view_kind_of(value) != BD_VIEW_ARRAY)
         return bd_field_wrong_type(name, "an array of token ids", value, err);
-    size_t count = bd_json_count(value), index = 0;
+    size_t count = bd_view_count(value), index = 0;
     if (count > BD_STOP_IDS_MAX)
         return bd_api_fail(err, BD_API_LONG_ARRAY, name, "Invalid '%s': at most %d ids.", name,
                            BD_STOP_IDS_MAX);
     if (count == 0) return true;
     int64_t *ids = bd_arena_alloc(context->arena, count, sizeof *ids);
     if (!ids) return bd_out_of_memory(err);
-    bd_json item;
-    for (bd_json_iter iter = bd_json_begin(value); bd_json_next_item(&iter, &item); index++)
+    bd_view item;
+    for (bd_view_iter iter = bd_view_begin(value); bd_view_next_item(&iter, &item); index++)
         if (!bd_field_int(name, item, 0, INT32_MAX, &ids[index], err)) return false;
     request->stop_ids = ids;
     request->stop_id_count = (uint32_t)count;
@@ -142,11 +142,11 @@ static bool parse_stop_ids(const bd_field_context *context, const char *name, bd
 }
 
 /* A key of logit_bias: the plain decimal form of an id. */
-static bool parse_bias_key(bd_json key, int64_t *id) {
+static bool parse_bias_key(bd_view key, int64_t *id) {
     char digits[20];
-    size_t bytes = bd_json_string_bytes(key);
+    size_t bytes = bd_view_string_bytes(key);
     if (bytes == 0 || bytes > 18) return false;
-    bd_json_string_copy(key, digits);
+    bd_view_string_copy(key, digits);
     if (digits[0] == '0' && bytes > 1) return false;
     *id = 0;
     for (size_t i = 0; i < bytes; i++) {
@@ -156,26 +156,26 @@ static bool parse_bias_key(bd_json key, int64_t *id) {
     return true;
 }
 
-static bool parse_bias(const bd_field_context *context, const char *name, bd_json value,
+static bool parse_bias(const bd_field_context *context, const char *name, bd_view value,
                        bd_api_error *err) {
     bd_completion_request *request = context->object;
-    if (bd_json_kind_of(value) != BD_JSON_OBJECT)
+    if (bd_view_kind_of(value) != BD_VIEW_OBJECT)
         return bd_field_wrong_type(name, "an object", value, err);
     uint32_t count = 0;
-    bd_json key, item;
-    for (bd_json_iter iter = bd_json_begin(value); bd_json_next_member(&iter, &key, &item);)
+    bd_view key, item;
+    for (bd_view_iter iter = bd_view_begin(value); bd_view_next_member(&iter, &key, &item);)
         count++;
     if (count == 0) return true;
     request->bias = bd_arena_alloc(context->arena, count, sizeof *request->bias);
     if (!request->bias) return bd_out_of_memory(err);
-    for (bd_json_iter iter = bd_json_begin(value); bd_json_next_member(&iter, &key, &item);) {
+    for (bd_view_iter iter = bd_view_begin(value); bd_view_next_member(&iter, &key, &item);) {
         bd_bias_input *bias = &request->bias[request->bias_count++];
         if (!parse_bias_key(key, &bias->id))
             return bd_api_fail(err, BD_API_VALUE, name,
                                "Invalid '%s': keys must be token ids in decimal.", name);
-        if (bd_json_kind_of(item) != BD_JSON_NUMBER)
+        if (bd_view_kind_of(item) != BD_VIEW_NUMBER)
             return bd_field_wrong_type(name, "numbers as values", item, err);
-        double number = bd_json_double(item);
+        double number = bd_view_double(item);
         bias->value = number < -100 ? -100 : number > 100 ? 100 : number;
     }
     return true;
@@ -185,7 +185,7 @@ typedef struct stream_options {
     bool include_usage, continuous;
 } stream_options;
 
-static bool parse_stream_options(const bd_field_context *context, const char *name, bd_json value,
+static bool parse_stream_options(const bd_field_context *context, const char *name, bd_view value,
                                  bd_api_error *err) {
     static const bd_field fields[] = {
         {.name = "include_usage",
@@ -196,11 +196,11 @@ static bool parse_stream_options(const bd_field_context *context, const char *na
          .offset = offsetof(stream_options, continuous)},
     };
     bd_completion_request *request = context->object;
-    if (bd_json_kind_of(value) != BD_JSON_OBJECT)
+    if (bd_view_kind_of(value) != BD_VIEW_OBJECT)
         return bd_field_wrong_type(name, "an object", value, err);
-    bd_json key, item;
-    bd_json_iter iter = bd_json_begin(value);
-    bool empty = !bd_json_next_member(&iter, &key, &item);
+    bd_view key, item;
+    bd_view_iter iter = bd_view_begin(value);
+    bool empty = !bd_view_next_member(&iter, &key, &item);
     if (!empty && !request->stream)
         return bd_api_fail(err, BD_API_VALUE, name, "'%s' is only allowed when 'stream' is true.",
                            name);
@@ -215,12 +215,12 @@ static bool parse_stream_options(const bd_field_context *context, const char *na
     return true;
 }
 
-static bool parse_suffix(const bd_field_context *context, const char *name, bd_json value,
+static bool parse_suffix(const bd_field_context *context, const char *name, bd_view value,
                          bd_api_error *err) {
     (void)context;
-    if (bd_json_kind_of(value) != BD_JSON_STRING)
+    if (bd_view_kind_of(value) != BD_VIEW_STRING)
         return bd_field_wrong_type(name, "a string", value, err);
-    if (bd_json_string_bytes(value) == 0) return true;
+    if (bd_view_string_bytes(value) == 0) return true;
     return bd_api_fail(err, BD_API_UNSUPPORTED, name, "'%s' is not supported by this server.",
                        name);
 }
@@ -318,7 +318,7 @@ bool bd_completion_request_parse(const char *body, size_t bytes, uint32_t prompt
         .skip_special_tokens = true,
         .add_special_tokens = true,
     };
-    bd_json root;
+    bd_view root;
     if (!bd_body_open(body, bytes, &root, &out->arena, err)) return false;
     const bd_field_context context = {
         .arena = out->arena, .object = out, .prompts_max = prompts_max};

@@ -56,7 +56,7 @@ void bd_completion_request_deinit(bd_completion_request *request);
 
 /* Checks the body and finds its root object; *arena receives a new arena for what is lifted out of
  * it. */
-bool bd_body_open(const char *body, size_t bytes, bd_json *root, bd_arena **arena,
+bool bd_body_open(const char *body, size_t bytes, bd_view *root, bd_arena **arena,
                   bd_api_error *err);
 
 typedef enum bd_field_kind {
@@ -82,19 +82,19 @@ typedef struct bd_field {
     int64_t low, high;    /* INT */
     double number_low, number_high;
     bool low_open; /* NUMBER: low itself is refused */
-    bool (*parse)(const bd_field_context *context, const char *name, bd_json value,
+    bool (*parse)(const bd_field_context *context, const char *name, bd_view value,
                   bd_api_error *err); /* CUSTOM */
 } bd_field;
 
 /* Goes over the root's members (the last of a repeated key wins, unknown ones are ignored, null
  * means absent), then over the table in its order. fields_max is at most 64. */
 bool bd_fields_parse(const bd_field_context *context, const bd_field *fields, uint32_t field_count,
-                     bd_json root, bd_api_error *err);
-bool bd_field_wrong_type(const char *name, const char *expected, bd_json value, bd_api_error *err);
-bool bd_field_int(const char *name, bd_json value, int64_t low, int64_t high, int64_t *out,
+                     bd_view root, bd_api_error *err);
+bool bd_field_wrong_type(const char *name, const char *expected, bd_view value, bd_api_error *err);
+bool bd_field_int(const char *name, bd_view value, int64_t low, int64_t high, int64_t *out,
                   bd_api_error *err);
-bool bd_field_bool(const char *name, bd_json value, bool *out, bd_api_error *err);
-bool bd_field_text(bd_arena *arena, bd_json value, bd_text *out, bd_api_error *err);
+bool bd_field_bool(const char *name, bd_view value, bool *out, bd_api_error *err);
+bool bd_field_text(bd_arena *arena, bd_view value, bd_text *out, bd_api_error *err);
 bool bd_out_of_memory(bd_api_error *err);
 
 #endif

@@ -9,7 +9,7 @@ typedef struct tokenize_request {
     bool add_special_tokens, return_token_strs;
 } tokenize_request;
 
-static bool parse_messages(const bd_field_context *context, const char *name, bd_json value,
+static bool parse_messages(const bd_field_context *context, const char *name, bd_view value,
                            bd_api_error *err) {
     (void)context;
     (void)value;
@@ -63,7 +63,7 @@ bool bd_openai_tokenize(const bd_openai *openai, uint32_t tenant, const char *bo
     const bd_served *served = NULL;
     bd_token_vec tokens = {0};
     bd_error fault = {0};
-    bd_json root;
+    bd_view root;
     bool ok = bd_body_open(body, bytes, &root, &context.arena, err) &&
               bd_fields_parse(&context, tokenize_fields,
                               sizeof tokenize_fields / sizeof tokenize_fields[0], root, err);
@@ -90,13 +90,13 @@ bool bd_openai_tokenize(const bd_openai *openai, uint32_t tenant, const char *bo
 
 typedef struct detokenize_request {
     bd_text model;
-    bd_json tokens;
+    bd_view tokens;
 } detokenize_request;
 
-static bool keep_tokens(const bd_field_context *context, const char *name, bd_json value,
+static bool keep_tokens(const bd_field_context *context, const char *name, bd_view value,
                         bd_api_error *err) {
     detokenize_request *request = context->object;
-    if (bd_json_kind_of(value) != BD_JSON_ARRAY)
+    if (bd_view_kind_of(value) != BD_VIEW_ARRAY)
         return bd_field_wrong_type(name, "an array of token ids", value, err);
     request->tokens = value;
     return true;
@@ -107,14 +107,14 @@ static const bd_field detokenize_fields[] = {
     {.name = "tokens", .kind = BD_FIELD_CUSTOM, .parse = keep_tokens},
 };
 
-static bool read_tokens(bd_arena *arena, bd_json list, const bd_served *served, const int32_t **out,
+static bool read_tokens(bd_arena *arena, bd_view list, const bd_served *served, const int32_t **out,
                         size_t *count, bd_api_error *err) {
-    *count = bd_json_count(list);
+    *count = bd_view_count(list);
     int32_t *ids = bd_arena_alloc(arena, *count + 1, sizeof *ids);
     if (!ids) return bd_out_of_memory(err);
-    bd_json item;
+    bd_view item;
     size_t index = 0;
-    for (bd_json_iter iter = bd_json_begin(list); bd_json_next_item(&iter, &item); index++) {
+    for (bd_view_iter iter = bd_view_begin(list); bd_view_next_item(&iter, &item); index++) {
         int64_t id = 0;
         if (!bd_field_int("tokens", item, 0, (int64_t)served->vocab - 1, &id, err)) return false;
         ids[index] = (int32_t)id;
@@ -131,7 +131,7 @@ bool bd_openai_detokenize(const bd_openai *openai, uint32_t tenant, const char *
     const int32_t *ids = NULL;
     size_t count = 0;
     bd_strbuf text;
-    bd_json root;
+    bd_view root;
     bd_strbuf_init(&text, 0);
     bool ok = bd_body_open(body, bytes, &root, &context.arena, err) &&
               bd_fields_parse(&context, detokenize_fields,
