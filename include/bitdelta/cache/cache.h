@@ -48,7 +48,7 @@ typedef struct bd_variant_info {
 } bd_variant_info;
 
 BD_MUST_CHECK bd_status bd_cache_create(const bd_cache_options *options, bd_cache **out, bd_error *err);
-void bd_cache_destroy(bd_cache *cache); /* no lease may be out; cancels loads */
+void bd_cache_destroy(bd_cache *cache); /* no lease may be out; cancels loads, calls no waiter */
 
 /* Takes ownership of *delta (moved, also when this fails). Reads no file. BD_E_LIMIT: needs more pages than exist beside
  * the pinned variants, or a pin too many. A pinned variant is loaded by the first request or by bd_cache_prefetch. */

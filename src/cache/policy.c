@@ -1,0 +1,162 @@
+/* policy.c - shares over several spans, weighted by how well each predicts; see policy.h. */
+#include "policy.h"
+
+#include <math.h>
+#include <string.h>
+
+/* Half-lives of the spans in requests: from the burst of the moment to what has been popular for
+ * long. */
+static const double span_requests[BD_POLICY_SPANS] = {8, 32, 128, 512, 4096, 32768};
+
+#define UNIFORM_PART                                                                               \
+    0.02 /* of each prediction goes to all variants alike, so that surprises stay possible */
+#define WEIGHT_MEMORY 0.98 /* how much of the spans' record a request leaves */
+
+void bd_policy_init(bd_policy *policy, double half_life_s) {
+    memset(policy, 0, sizeof *policy);
+    policy->half_life_us = (half_life_s > 0 ? half_life_s : 60) * 1e6;
+    policy->margin = 0.25;
+    for (int s = 0; s < BD_POLICY_SPANS; s++) {
+        policy->weight[s] = 1.0 / BD_POLICY_SPANS;
+        policy->decay[s] = exp2(-1 / span_requests[s]);
+        policy->unseen[s] = 1;
+    }
+}
+
+static double share_now(const bd_policy *policy, const bd_policy_item *item, int span) {
+    if (item->share[span] <= 0) return 0;
+    double gap = (double)(policy->requests - item->seen);
+    return item->share[span] * exp2(-gap / span_requests[span]);
+}
+
+/* What the span said about this request before it came. */
+static double prediction(const bd_policy *policy, double share, int span) {
+    double seen = 1 - policy->unseen[span];
+    double known = seen > 0 ? share / seen : 0;
+    double count = policy->variant_count > 0 ? policy->variant_count : 1;
+    return (1 - UNIFORM_PART) * known + UNIFORM_PART / count;
+}
+
+static void judge_spans(bd_policy *policy, const double *shares) {
+    double sum = 0;
+    for (int s = 0; s < BD_POLICY_SPANS; s++) {
+        policy->weight[s] =
+            pow(policy->weight[s], WEIGHT_MEMORY) * prediction(policy, shares[s], s);
+        sum += policy->weight[s];
+    }
+    for (int s = 0; s < BD_POLICY_SPANS; s++) {
+        policy->weight[s] /= sum;
+        /* A span that is wrong for long must be able to come back. */
+        if (policy->weight[s] < 1e-9) policy->weight[s] = 1e-9;
+    }
+}
+
+double bd_policy_rate(const bd_policy *policy, const bd_policy_item *item, uint64_t now_us) {
+    if (item->rate <= 0) return 0;
+    double gap_us = now_us > item->rate_us ? (double)(now_us - item->rate_us) : 0;
+    return item->rate * exp2(-gap_us / policy->half_life_us);
+}
+
+void bd_policy_touch(bd_policy *policy, bd_policy_item *item, uint64_t now_us) {
+    double shares[BD_POLICY_SPANS];
+    for (int s = 0; s < BD_POLICY_SPANS; s++)
+        shares[s] = share_now(policy, item, s);
+    judge_spans(policy, shares);
+    policy->requests++;
+    for (int s = 0; s < BD_POLICY_SPANS; s++) {
+        policy->unseen[s] *= policy->decay[s];
+        item->share[s] = shares[s] * policy->decay[s] + (1 - policy->decay[s]);
+    }
+    item->seen = policy->requests;
+    /* A steady stream of r requests a second settles at r. */
+    item->rate =
+        bd_policy_rate(policy, item, now_us) + 0.6931471805599453 / policy->half_life_us * 1e6;
+    item->rate_us = now_us;
+}
+
+double bd_policy_score(const bd_policy *policy, const bd_policy_item *item) {
+    double score = 0;
+    for (int s = 0; s < BD_POLICY_SPANS; s++) {
+        double seen = 1 - policy->unseen[s];
+        if (seen > 0) score += policy->weight[s] * share_now(policy, item, s) / seen;
+    }
+    return score;
+}
+
+void bd_policy_protect(const bd_policy *policy, bd_policy_item *const *residents, size_t count,
+                       uint32_t top, uint32_t pages_max) {
+    for (size_t i = 0; i < count; i++) {
+        bd_policy_item *item = residents[i];
+        double bonus = item->protected_by_rate ? 1 + policy->margin : 1;
+        item->value = bd_policy_score(policy, item) * bonus;
+        item->protected_by_rate = false;
+    }
+    uint32_t pages = 0;
+    for (uint32_t marked = 0; marked < top; marked++) {
+        bd_policy_item *best = NULL;
+        for (size_t i = 0; i < count; i++) {
+            bd_policy_item *item = residents[i];
+            if (item->pinned || item->protected_by_rate || item->value <= 0) continue;
+            if (item->pages > pages_max - pages) continue;
+            if (!best || item->value > best->value) best = item;
+        }
+        if (!best) return;
+        best->protected_by_rate = true;
+        pages += best->pages;
+    }
+}
+
+static bool may_go(const bd_policy_item *item) {
+    return !item->fixed && !item->pinned && !item->protected_by_rate;
+}
+
+/* Value of keeping an item, by the page. The newest resident has not shown yet that it is worth its
+ * place; the others have, and keep it against anyone of about their own popularity. That also
+ * serves a cycle of more variants than fit: the newcomers replace each other and the rest stays. */
+static uint64_t value_residents(const bd_policy *policy, bd_policy_item *const *residents,
+                                size_t count) {
+    uint32_t newest = 0;
+    uint64_t pages = 0;
+    for (size_t i = 0; i < count; i++)
+        if (residents[i]->admission > newest) newest = residents[i]->admission;
+    for (size_t i = 0; i < count; i++) {
+        bd_policy_item *item = residents[i];
+        if (!may_go(item)) continue;
+        double bonus = item->admission == newest ? 1 : 1 + policy->margin;
+        item->value = bd_policy_score(policy, item) * bonus / item->pages;
+        item->chosen = false;
+        pages += item->pages;
+    }
+    return pages;
+}
+
+static bool goes_before(const bd_policy_item *a, const bd_policy_item *b) {
+    if (a->value != b->value) return a->value < b->value;
+    return a->seen < b->seen; /* unknown both: the one not asked for longest */
+}
+
+size_t bd_policy_victims(const bd_policy *policy, bd_policy_item *const *residents, size_t count,
+                         uint32_t need_pages, uint32_t *victims) {
+    if (need_pages == 0 || value_residents(policy, residents, count) < need_pages) return 0;
+    uint64_t freed = 0;
+    size_t chosen = 0;
+    while (freed < need_pages) {
+        size_t worst = count;
+        for (size_t i = 0; i < count; i++) {
+            if (!may_go(residents[i]) || residents[i]->chosen) continue;
+            if (worst == count || goes_before(residents[i], residents[worst])) worst = i;
+        }
+        residents[worst]->chosen = true;
+        freed += residents[worst]->pages;
+        victims[chosen++] = (uint32_t)worst;
+    }
+    /* A large last victim can make earlier small ones unnecessary; the best of them stay first. */
+    for (size_t i = chosen; i-- > 0;) {
+        uint32_t pages = residents[victims[i]]->pages;
+        if (freed - pages < need_pages) continue;
+        freed -= pages;
+        memmove(&victims[i], &victims[i + 1], (chosen - i - 1) * sizeof *victims);
+        chosen--;
+    }
+    return chosen;
+}
