@@ -1,5 +1,6 @@
-/* collect.c - what a finished step means for its sequences, in two halves. Collect does what the next step depends on:
- * tokens appended, ends found, blocks freed. Deliver tells the sinks, while the next step runs already. */
+/* collect.c - what a finished step means for its sequences, in two halves. Collect does what the
+ * next step depends on: tokens appended, ends found, blocks freed. Deliver tells the sinks, while
+ * the next step runs already. */
 #include "internal.h"
 
 static bd_status result_fault(const bd_step_buffer *buffer, uint32_t seq_index) {
@@ -43,8 +44,10 @@ static void advance(bd_engine *engine, bd_step_buffer *buffer, uint32_t seq_inde
     bd_sequence_publish(engine, sequence);
     for (uint32_t i = buffer->logits_first[seq_index]; i < buffer->logits_first[seq_index + 1];
          i++) {
-        if (buffer->logits_rows[i].target >= 0) sequence->prompt_next++;
-        else append(engine, sequence, buffer->results[i].id);
+        if (buffer->logits_rows[i].target >= 0)
+            sequence->prompt_next++;
+        else
+            append(engine, sequence, buffer->results[i].id);
     }
     if (sequence->state == BD_SEQ_RUNNING && bd_sequence_idle(sequence))
         bd_sequence_over(engine, sequence, BD_FINISH_LENGTH, -1);
@@ -54,8 +57,11 @@ static void set_fault(bd_step_buffer *buffer, bd_status status, const bd_error *
     if (status == BD_OK)
         (void)bd_fail(&buffer->fault, BD_E_INTERNAL, "logits",
                       "the model's output is not a number");
-    else if (err->status == status) buffer->fault = *err;
-    else (void)bd_fail(&buffer->fault, status, "step", "the step failed: %s", bd_status_text(status));
+    else if (err->status == status)
+        buffer->fault = *err;
+    else
+        (void)bd_fail(&buffer->fault, status, "step", "the step failed: %s",
+                      bd_status_text(status));
 }
 
 void bd_engine_collect(bd_engine *engine, bd_step_buffer *buffer, bd_status status,
@@ -73,8 +79,10 @@ void bd_engine_collect(bd_engine *engine, bd_step_buffer *buffer, bd_status stat
             continue;
         }
         sequence->undelivered = true;
-        if (status == BD_OK) advance(engine, buffer, i, rows);
-        else bd_sequence_over(engine, sequence, BD_FINISH_ERROR, -1);
+        if (status == BD_OK)
+            advance(engine, buffer, i, rows);
+        else
+            bd_sequence_over(engine, sequence, BD_FINISH_ERROR, -1);
     }
 }
 
@@ -82,7 +90,8 @@ void bd_engine_collect(bd_engine *engine, bd_step_buffer *buffer, bd_status stat
 static bool hand_over(const bd_step_buffer *buffer, uint32_t seq_index, bd_sequence *sequence) {
     uint32_t first = buffer->logits_first[seq_index], end = buffer->logits_first[seq_index + 1];
     uint32_t prompt = first;
-    while (prompt < end && buffer->logits_rows[prompt].target >= 0) prompt++;
+    while (prompt < end && buffer->logits_rows[prompt].target >= 0)
+        prompt++;
     if (prompt > first && sequence->sink->prompt) {
         uint32_t position = buffer->step.positions[buffer->logits_rows[first].row] + 1;
         sequence->sink->prompt(sequence->sink_ctx, position, buffer->results + first,
@@ -113,7 +122,8 @@ static void deliver_one(bd_engine *engine, bd_step_buffer *buffer, uint32_t seq_
 
 void bd_engine_deliver(bd_engine *engine, bd_step_buffer *buffer) {
     if (!buffer->pending) return;
-    for (uint32_t i = 0; i < buffer->step.seq_count; i++) deliver_one(engine, buffer, i);
+    for (uint32_t i = 0; i < buffer->step.seq_count; i++)
+        deliver_one(engine, buffer, i);
     buffer->pending = false;
 }
 

@@ -1,4 +1,5 @@
-/* device.c - the engine over a real model: its forward pass and its backend's wait behind the executor's two functions. */
+/* device.c - the engine over a real model: its forward pass and its backend's wait behind the
+ * executor's two functions. */
 #include "internal.h"
 
 static bd_status model_forward(void *ctx, const bd_step *step, bd_error *err) {

@@ -1,5 +1,5 @@
-/* edits.c - one entry per token that has a bias, is a masked stop id, or was seen; found through an open-addressed table
- * that is never more than half full. */
+/* edits.c - one entry per token that has a bias, is a masked stop id, or was seen; found through an
+ * open-addressed table that is never more than half full. */
 #include "edits.h"
 
 #include <math.h>
@@ -66,15 +66,15 @@ bd_status bd_edits_init(bd_edit_list *list, bd_arena *arena, const bd_sequence_o
         .frequency = options->frequency_penalty,
         .stops_masked = options->min_new_tokens > 0 && options->stop_id_count > 0,
     };
-    list->penalties =
-        list->repetition != 1.0f || list->presence != 0.0f || list->frequency != 0.0f;
+    list->penalties = list->repetition != 1.0f || list->presence != 0.0f || list->frequency != 0.0f;
     uint64_t capacity = options->bias_count;
     if (list->stops_masked) capacity += options->stop_id_count;
     if (list->repetition != 1.0f) capacity += options->prompt_tokens;
     if (list->penalties) capacity += options->max_new_tokens;
     if (capacity == 0) return BD_OK;
     uint64_t slot_count = 16;
-    while (slot_count < 2 * capacity) slot_count *= 2;
+    while (slot_count < 2 * capacity)
+        slot_count *= 2;
     if (slot_count > UINT32_MAX)
         return bd_fail(err, BD_E_LIMIT, "penalties", "too many tokens to keep count of");
     list->capacity = (uint32_t)capacity;

@@ -1,6 +1,7 @@
-/* edits.h - what penalties, logit_bias and min_tokens do to one sequence's logits, as a sparse list of distinct tokens
- * kept up to date token by token. Owner: the sequence (bd-sched); the running step reads the list, so it changes only
- * between steps. Memory is taken from the sequence's arena at init for all tokens that can ever occur. */
+/* edits.h - what penalties, logit_bias and min_tokens do to one sequence's logits, as a sparse list
+ * of distinct tokens kept up to date token by token. Owner: the sequence (bd-sched); the running
+ * step reads the list, so it changes only between steps. Memory is taken from the sequence's arena
+ * at init for all tokens that can ever occur. */
 #ifndef BITDELTA_SRC_ENGINE_EDITS_H
 #define BITDELTA_SRC_ENGINE_EDITS_H
 

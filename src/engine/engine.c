@@ -1,5 +1,5 @@
-/* engine.c - bd-sched: the loop that turns sequences into steps, and the calls of other threads into turns.
- * Create sizes everything; the decode path allocates nothing. */
+/* engine.c - bd-sched: the loop that turns sequences into steps, and the calls of other threads
+ * into turns. Create sizes everything; the decode path allocates nothing. */
 #include <errno.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -47,7 +47,8 @@ static void engine_free(bd_engine *engine) {
     bd_executor_destroy(engine->executor);
     bd_mailbox_destroy(engine->inbox);
     bd_kv_destroy(engine->kv);
-    for (uint32_t i = 0; i < 2; i++) buffer_deinit(&engine->buffers[i]);
+    for (uint32_t i = 0; i < 2; i++)
+        buffer_deinit(&engine->buffers[i]);
     free(engine->groups);
     free(engine->picks);
     pthread_mutex_destroy(&engine->late_lock);
@@ -61,14 +62,15 @@ static void register_metrics(bd_engine *engine) {
     const bd_label label = {"model_name", name};
     engine->metrics.running = bd_metrics_gauge(metrics, "vllm:num_requests_running",
                                                "Sequences in the running batch.", &label, 1);
-    engine->metrics.kv_usage = bd_metrics_gauge(
-        metrics, "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", &label, 1);
+    engine->metrics.kv_usage = bd_metrics_gauge(metrics, "vllm:kv_cache_usage_perc",
+                                                "Share of KV blocks in use, 0 to 1.", &label, 1);
     engine->metrics.preemptions =
         bd_metrics_counter(metrics, "vllm:num_preemptions_total",
                            "Sequences that gave up their KV to others.", &label, 1);
     if (!engine->options.prefix_cache) return;
-    engine->metrics.prefix_queries = bd_metrics_counter(
-        metrics, "vllm:prefix_cache_queries_total", "Tokens looked up in the prefix cache.", &label, 1);
+    engine->metrics.prefix_queries =
+        bd_metrics_counter(metrics, "vllm:prefix_cache_queries_total",
+                           "Tokens looked up in the prefix cache.", &label, 1);
     engine->metrics.prefix_hits = bd_metrics_counter(
         metrics, "vllm:prefix_cache_hits_total", "Tokens found in the prefix cache.", &label, 1);
 }
@@ -169,7 +171,8 @@ static void lose_device(bd_engine *engine, const bd_error *err) {
     close_engine(engine, err);
 }
 
-/* A step that the executor itself does not come back from. Its sequences end; what the step reads stays. */
+/* A step that the executor itself does not come back from. Its sequences end; what the step reads
+ * stays. */
 static void check_hang(bd_engine *engine, uint64_t now_us) {
     if (!engine->in_flight || engine->stuck || now_us < engine->give_up_us) return;
     engine->stuck = true;
@@ -262,8 +265,10 @@ static void *engine_main(void *arg) {
     (void)bd_fail(&err, BD_E_SHUTDOWN, "engine", "the server is shutting down");
     while (engine->in_flight && !engine->stuck) {
         bd_step_buffer *finished = NULL;
-        if (collect_finished(engine, &finished)) bd_engine_deliver(engine, finished);
-        else if (engine->in_flight) wait_for_work(engine);
+        if (collect_finished(engine, &finished))
+            bd_engine_deliver(engine, finished);
+        else if (engine->in_flight)
+            wait_for_work(engine);
         check_hang(engine, bd_now_us());
     }
     bd_engine_reap(engine);
@@ -295,7 +300,8 @@ bd_status bd_engine_start(bd_engine *engine, bd_error *err) {
 /* The loop has ended, so nobody owns its state: the lock makes one thread at a time the owner. */
 static void run_late_calls(bd_engine *engine) {
     int32_t self = (int32_t)gettid();
-    if (atomic_load(&engine->owner) == self) return; /* a call that posts: the loop below comes to it */
+    if (atomic_load(&engine->owner) == self)
+        return; /* a call that posts: the loop below comes to it */
     pthread_mutex_lock(&engine->late_lock);
     atomic_store(&engine->owner, self);
     for (bd_message *m = bd_mailbox_take(engine->inbox); m; m = bd_mailbox_take(engine->inbox)) {

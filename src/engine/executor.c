@@ -1,5 +1,5 @@
-/* executor.c - bd-exec-0: takes a step, launches it, waits for it, says so. The state word hands the step over and back:
- * whoever may touch the job's fields is known from it. */
+/* executor.c - bd-exec-0: takes a step, launches it, waits for it, says so. The state word hands
+ * the step over and back: whoever may touch the job's fields is known from it. */
 #include "executor.h"
 
 #include <pthread.h>
@@ -21,7 +21,8 @@ struct bd_executor {
     pthread_t thread;
     bool started;
     _Atomic bool stopping;
-    _Atomic uint32_t state; /* IDLE, OVER: bd-sched owns the fields below; BUSY: the executor does */
+    _Atomic uint32_t
+        state; /* IDLE, OVER: bd-sched owns the fields below; BUSY: the executor does */
     const bd_step *step;
     bd_token_result *results;
     uint64_t deadline_us;
@@ -46,8 +47,10 @@ static void *executor_main(void *arg) {
     for (;;) {
         if (atomic_load_explicit(&executor->state, memory_order_acquire) == EXECUTOR_BUSY)
             run_step(executor);
-        else if (atomic_load(&executor->stopping)) return NULL;
-        else bd_mailbox_wait(executor->inbox, UINT64_MAX);
+        else if (atomic_load(&executor->stopping))
+            return NULL;
+        else
+            bd_mailbox_wait(executor->inbox, UINT64_MAX);
     }
 }
 

@@ -1,5 +1,6 @@
-/* executor.h - the thread that runs steps on one rank, behind two functions, so that the scheduler can be tested without
- * a model. Owner: the engine. Threads: submit and take from bd-sched; ops are called on the executor's thread. */
+/* executor.h - the thread that runs steps on one rank, behind two functions, so that the scheduler
+ * can be tested without a model. Owner: the engine. Threads: submit and take from bd-sched; ops are
+ * called on the executor's thread. */
 #ifndef BITDELTA_SRC_ENGINE_EXECUTOR_H
 #define BITDELTA_SRC_ENGINE_EXECUTOR_H
 
@@ -9,8 +10,9 @@
 typedef struct bd_executor_ops {
     /* Launches the whole step. */
     bd_status (*forward)(void *ctx, const bd_step *step, bd_error *err);
-    /* Its results, in order of step->logits_rows. deadline_us: CLOCK_MONOTONIC, UINT64_MAX for none; BD_E_DEVICE
-     * when it passes or the device fails. Any other error voids the step alone. */
+    /* Its results, in order of step->logits_rows. deadline_us: CLOCK_MONOTONIC, UINT64_MAX for
+     * none; BD_E_DEVICE when it passes or the device fails. Any other error voids the step alone.
+     */
     bd_status (*wait)(void *ctx, const bd_step *step, uint64_t deadline_us,
                       bd_token_result *results, bd_error *err);
 } bd_executor_ops;
@@ -22,8 +24,8 @@ BD_MUST_CHECK bd_status bd_executor_create(bd_executor **out, const bd_executor_
                                            void (*notify)(void *ctx), void *notify_ctx,
                                            bd_error *err);
 BD_MUST_CHECK bd_status bd_executor_start(bd_executor *executor, bd_error *err);
-/* Waits up to timeout_us for the thread; false: it hangs in the device and was left behind, so nothing that the step
- * or the executor uses may be freed. */
+/* Waits up to timeout_us for the thread; false: it hangs in the device and was left behind, so
+ * nothing that the step or the executor uses may be freed. */
 BD_MUST_CHECK bool bd_executor_stop(bd_executor *executor, uint64_t timeout_us);
 void bd_executor_destroy(bd_executor *executor); /* after a successful stop, or never started */
 

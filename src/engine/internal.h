@@ -1,8 +1,9 @@
 /* internal.h - the engine's own structures.
- * Owner and only thread: bd-sched, but for the fields marked otherwise. A turn of the loop (engine.c) is
- *   run calls -> collect finished step (collect.c) -> hooks -> build and launch the next (schedule.c) -> deliver tokens.
- * A sequence is WAITING (no KV), RUNNING, or OVER: out of both lists, its memory kept until the step that still holds
- * its rows has ended and its last tokens are delivered. */
+ * Owner and only thread: bd-sched, but for the fields marked otherwise. A turn of the loop
+ * (engine.c) is run calls -> collect finished step (collect.c) -> hooks -> build and launch the
+ * next (schedule.c) -> deliver tokens. A sequence is WAITING (no KV), RUNNING, or OVER: out of both
+ * lists, its memory kept until the step that still holds its rows has ended and its last tokens are
+ * delivered. */
 #ifndef BITDELTA_SRC_ENGINE_INTERNAL_H
 #define BITDELTA_SRC_ENGINE_INTERNAL_H
 
@@ -96,8 +97,8 @@ typedef struct bd_step_buffer {
     bd_sequence **sequences; /* [seq_count]; NULL once there is nothing to deliver */
     uint32_t *logits_first;  /* [seq_count + 1] */
     bd_token_result *results;
-    bd_error fault;          /* of the whole step */
-    bool pending;            /* collected, not delivered */
+    bd_error fault; /* of the whole step */
+    bool pending;   /* collected, not delivered */
 } bd_step_buffer;
 
 typedef struct bd_engine_metrics {
@@ -115,7 +116,7 @@ struct bd_engine {
     pthread_t thread;
     bool started, stuck;
     _Atomic bool stopping, stopped, lost;
-    _Atomic int32_t owner; /* thread id of bd-sched */
+    _Atomic int32_t owner;     /* thread id of bd-sched */
     pthread_mutex_t late_lock; /* calls posted after the loop ended run under it */
 
     bd_sequence_list waiting, running;
@@ -149,14 +150,16 @@ void bd_list_remove(bd_sequence_list *list, bd_sequence *sequence);
 uint32_t bd_sequence_target(const bd_sequence *sequence); /* tokens whose KV or logits are needed */
 bool bd_sequence_idle(const bd_sequence *sequence); /* nothing is or was ever asked of the model */
 uint32_t bd_blocks_for(const bd_engine *engine, uint32_t tokens);
-bool bd_sequence_admit(bd_engine *engine, bd_sequence *sequence); /* blocks for what is known; in no list */
+bool bd_sequence_admit(bd_engine *engine,
+                       bd_sequence *sequence); /* blocks for what is known; in no list */
 void bd_sequence_drop_blocks(bd_engine *engine, bd_sequence *sequence);
 void bd_sequence_publish(bd_engine *engine, bd_sequence *sequence); /* newly full blocks */
 /* Out of its list, blocks given back unless a running step uses them. end() is still to come. */
 void bd_sequence_over(bd_engine *engine, bd_sequence *sequence, bd_finish finish, int32_t stop_id);
 /* Calls end() once; frees the sequence if nothing needs it any more. */
 void bd_sequence_end(bd_engine *engine, bd_sequence *sequence, const bd_error *err);
-void bd_sequence_settle(bd_engine *engine, bd_sequence *sequence); /* free it if over, ended and unused */
+void bd_sequence_settle(bd_engine *engine,
+                        bd_sequence *sequence); /* free it if over, ended and unused */
 
 /* schedule.c */
 void bd_engine_admit(bd_engine *engine);

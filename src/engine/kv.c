@@ -1,5 +1,5 @@
-/* kv.c - block references, the list of free blocks (least recently released first) and the table of published blocks.
- * Everything is sized at create; nothing allocates afterwards. */
+/* kv.c - block references, the list of free blocks (least recently released first) and the table of
+ * published blocks. Everything is sized at create; nothing allocates afterwards. */
 #include "kv.h"
 
 #include <stdlib.h>
@@ -26,8 +26,10 @@ static void free_list_append(bd_kv_pool *pool, uint32_t index) {
     kv_block *block = &pool->blocks[index];
     block->prev = pool->newest;
     block->next = KV_NONE;
-    if (pool->newest == KV_NONE) pool->oldest = index;
-    else pool->blocks[pool->newest].next = index;
+    if (pool->newest == KV_NONE)
+        pool->oldest = index;
+    else
+        pool->blocks[pool->newest].next = index;
     pool->newest = index;
     pool->free_count++;
 }
@@ -37,18 +39,24 @@ static void free_list_prepend(bd_kv_pool *pool, uint32_t index) {
     kv_block *block = &pool->blocks[index];
     block->prev = KV_NONE;
     block->next = pool->oldest;
-    if (pool->oldest == KV_NONE) pool->newest = index;
-    else pool->blocks[pool->oldest].prev = index;
+    if (pool->oldest == KV_NONE)
+        pool->newest = index;
+    else
+        pool->blocks[pool->oldest].prev = index;
     pool->oldest = index;
     pool->free_count++;
 }
 
 static void free_list_remove(bd_kv_pool *pool, uint32_t index) {
     const kv_block *block = &pool->blocks[index];
-    if (block->prev == KV_NONE) pool->oldest = block->next;
-    else pool->blocks[block->prev].next = block->next;
-    if (block->next == KV_NONE) pool->newest = block->prev;
-    else pool->blocks[block->next].prev = block->prev;
+    if (block->prev == KV_NONE)
+        pool->oldest = block->next;
+    else
+        pool->blocks[block->prev].next = block->next;
+    if (block->next == KV_NONE)
+        pool->newest = block->prev;
+    else
+        pool->blocks[block->next].prev = block->prev;
     pool->free_count--;
 }
 
@@ -57,7 +65,8 @@ bd_status bd_kv_create(bd_kv_pool **out, uint32_t block_count, bd_error *err) {
     if (block_count == 0 || block_count > UINT32_MAX / 4)
         return bd_fail(err, BD_E_ARGUMENT, "KV cache", "%u blocks cannot be managed", block_count);
     uint32_t bucket_count = 16;
-    while (bucket_count < block_count) bucket_count *= 2;
+    while (bucket_count < block_count)
+        bucket_count *= 2;
     bd_kv_pool *pool = calloc(1, sizeof *pool);
     uint32_t *buckets = malloc(bucket_count * sizeof *buckets);
     kv_block *blocks = calloc(block_count, sizeof *blocks);
@@ -73,8 +82,10 @@ bd_status bd_kv_create(bd_kv_pool **out, uint32_t block_count, bd_error *err) {
     pool->bucket_mask = bucket_count - 1;
     pool->buckets = buckets;
     pool->blocks = blocks;
-    for (uint32_t i = 0; i < bucket_count; i++) buckets[i] = KV_NONE;
-    for (uint32_t i = 0; i < block_count; i++) free_list_append(pool, i);
+    for (uint32_t i = 0; i < bucket_count; i++)
+        buckets[i] = KV_NONE;
+    for (uint32_t i = 0; i < block_count; i++)
+        free_list_append(pool, i);
     *out = pool;
     return BD_OK;
 }
@@ -134,8 +145,10 @@ void bd_kv_release(bd_kv_pool *pool, uint32_t block) {
     BD_ASSERT(block < pool->block_count);
     BD_ASSERT(pool->blocks[block].references > 0);
     if (--pool->blocks[block].references > 0) return;
-    if (pool->blocks[block].published) free_list_append(pool, block);
-    else free_list_prepend(pool, block);
+    if (pool->blocks[block].published)
+        free_list_append(pool, block);
+    else
+        free_list_prepend(pool, block);
 }
 
 bool bd_kv_find(bd_kv_pool *pool, bd_kv_key key, uint32_t *block) {

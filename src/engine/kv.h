@@ -1,7 +1,7 @@
-/* kv.h - who holds which block of the paged KV cache, and which full blocks can be found again by content.
- * Owner and only thread: bd-sched. Blocks are numbers here; their memory is the backend's.
- * A block is free (reference 0) or held by one or more sequences. A published block stays findable after its last
- * release until its memory is handed out again, oldest release first. */
+/* kv.h - who holds which block of the paged KV cache, and which full blocks can be found again by
+ * content. Owner and only thread: bd-sched. Blocks are numbers here; their memory is the backend's.
+ * A block is free (reference 0) or held by one or more sequences. A published block stays findable
+ * after its last release until its memory is handed out again, oldest release first. */
 #ifndef BITDELTA_SRC_ENGINE_KV_H
 #define BITDELTA_SRC_ENGINE_KV_H
 

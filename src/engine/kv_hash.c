@@ -1,4 +1,5 @@
-/* kv_hash.c - SipHash-2-4-128 (Aumasson and Bernstein, "SipHash: a fast short-input PRF"), little-endian words. */
+/* kv_hash.c - SipHash-2-4-128 (Aumasson and Bernstein, "SipHash: a fast short-input PRF"),
+ * little-endian words. */
 #include "kv_hash.h"
 
 #include <string.h>
@@ -44,7 +45,8 @@ bd_kv_key bd_kv_hash(const uint64_t secret[2], const void *data, size_t bytes) {
         sip_word(&s, word);
     }
     uint64_t last = (uint64_t)bytes << 56;
-    for (size_t i = 0; i < left; i++) last |= (uint64_t)at[i] << (8 * i);
+    for (size_t i = 0; i < left; i++)
+        last |= (uint64_t)at[i] << (8 * i);
     sip_word(&s, last);
     bd_kv_key key;
     s.v2 ^= 0xeeu;

@@ -1,5 +1,5 @@
-/* kv_hash.h - SipHash-2-4 with 128 bits of output: the prefix key. A keyed pseudo-random function, so that no client can
- * search for two prompts with one key. Pure function; any thread. */
+/* kv_hash.h - SipHash-2-4 with 128 bits of output: the prefix key. A keyed pseudo-random function,
+ * so that no client can search for two prompts with one key. Pure function; any thread. */
 #ifndef BITDELTA_SRC_ENGINE_KV_HASH_H
 #define BITDELTA_SRC_ENGINE_KV_HASH_H
 

@@ -1,10 +1,12 @@
-/* schedule.c - what runs in the next step: which variants, which sequences, how many rows of each; and who has to give
- * up its KV when none is left. bd-sched only, while no step runs, so every block may be moved. */
+/* schedule.c - what runs in the next step: which variants, which sequences, how many rows of each;
+ * and who has to give up its KV when none is left. bd-sched only, while no step runs, so every
+ * block may be moved. */
 #include <string.h>
 
 #include "internal.h"
 
-/* The overlay a sequence's next rows go through: without decode_delta the base continues after the prompt. */
+/* The overlay a sequence's next rows go through: without decode_delta the base continues after the
+ * prompt. */
 static uint32_t group_now(const bd_engine *engine, const bd_sequence *sequence) {
     bool base = !engine->options.decode_delta && sequence->computed >= sequence->prompt_count;
     return base ? BD_GROUP_BASE : sequence->group;
@@ -74,8 +76,8 @@ static void preempt(bd_engine *engine, bd_sequence *sequence) {
     if (engine->metrics.preemptions) bd_metric_add(engine->metrics.preemptions, 1.0);
 }
 
-/* A block for the next token. Those of least claim give way, from the end of the list; false: that was the sequence
- * itself. */
+/* A block for the next token. Those of least claim give way, from the end of the list; false: that
+ * was the sequence itself. */
 static bool grow(bd_engine *engine, bd_sequence *sequence) {
     uint32_t need = bd_blocks_for(engine, sequence->computed + 1);
     if (need <= sequence->block_count) return true;
@@ -116,7 +118,8 @@ static uint32_t chunk_rows(const bd_engine *engine, const bd_sequence *sequence,
     if (!engine->options.decode_delta && sequence->computed < sequence->prompt_count &&
         n > sequence->prompt_count - sequence->computed)
         n = sequence->prompt_count - sequence->computed;
-    while (n > 0 && logits_needed(sequence, n) > left->logits) n--;
+    while (n > 0 && logits_needed(sequence, n) > left->logits)
+        n--;
     return n;
 }
 
@@ -130,7 +133,8 @@ static void pick(bd_engine *engine, bd_sequence *sequence, uint32_t rows, budget
 
 static uint32_t choose_rows(bd_engine *engine) {
     budget left = {engine->options.rows_max, engine->options.logits_rows_max, 0};
-    /* Oldest first; whoever is preempted on the way comes later in the list, so it is not picked yet. */
+    /* Oldest first; whoever is preempted on the way comes later in the list, so it is not picked
+     * yet. */
     bd_sequence *next;
     for (bd_sequence *s = engine->running.first; s; s = next) {
         bool ready = decodes(s) && runnable(s) && chosen(engine, s) && grow(engine, s);

@@ -11,22 +11,31 @@ static bool goes_before(const bd_sequence *a, const bd_sequence *b) {
 
 void bd_list_insert(bd_sequence_list *list, bd_sequence *sequence) {
     bd_sequence *before = list->last; /* most arrive in order */
-    while (before && goes_before(sequence, before)) before = before->prev;
+    while (before && goes_before(sequence, before))
+        before = before->prev;
     sequence->prev = before;
     sequence->next = before ? before->next : list->first;
-    if (before) before->next = sequence;
-    else list->first = sequence;
-    if (sequence->next) sequence->next->prev = sequence;
-    else list->last = sequence;
+    if (before)
+        before->next = sequence;
+    else
+        list->first = sequence;
+    if (sequence->next)
+        sequence->next->prev = sequence;
+    else
+        list->last = sequence;
     list->count++;
 }
 
 void bd_list_remove(bd_sequence_list *list, bd_sequence *sequence) {
     BD_ASSERT(list->count > 0);
-    if (sequence->prev) sequence->prev->next = sequence->next;
-    else list->first = sequence->next;
-    if (sequence->next) sequence->next->prev = sequence->prev;
-    else list->last = sequence->prev;
+    if (sequence->prev)
+        sequence->prev->next = sequence->next;
+    else
+        list->first = sequence->next;
+    if (sequence->next)
+        sequence->next->prev = sequence->prev;
+    else
+        list->last = sequence->prev;
     sequence->prev = sequence->next = NULL;
     list->count--;
 }
@@ -97,8 +106,8 @@ static bd_kv_key identity_of(const bd_engine *engine, const bd_sequence_options 
 }
 
 static bd_kv_key chain_key(const bd_engine *engine, bd_kv_key parent, const int32_t *tokens) {
-    bd_kv_key parts[2] = {parent, bd_kv_hash(engine->secret, tokens,
-                                             engine->block_tokens * sizeof *tokens)};
+    bd_kv_key parts[2] = {
+        parent, bd_kv_hash(engine->secret, tokens, engine->block_tokens * sizeof *tokens)};
     return bd_kv_hash(engine->secret, parts, sizeof parts);
 }
 

@@ -1,8 +1,9 @@
 /* engine_fake.h - a deterministic model and a fake cache for the tests of engine and router.
- * The model's "KV" is one word per cell, written at (block table, position); a row's logits are a pure function of the
- * words of its whole history, read back through the block table. So any fault of block tables, positions, segments or
- * recomputation changes the tokens. `fake_alone` computes the same from first principles, without blocks or batches.
- * The fake model also checks the rules of a step and that every overlay it sees is leased. */
+ * The model's "KV" is one word per cell, written at (block table, position); a row's logits are a
+ * pure function of the words of its whole history, read back through the block table. So any fault
+ * of block tables, positions, segments or recomputation changes the tokens. `fake_alone` computes
+ * the same from first principles, without blocks or batches. The fake model also checks the rules
+ * of a step and that every overlay it sees is leased. */
 #ifndef BITDELTA_TESTS_ENGINE_FAKE_H
 #define BITDELTA_TESTS_ENGINE_FAKE_H
 
@@ -91,7 +92,8 @@ static inline float fake_logprob(const float *logits, int32_t token, uint32_t *r
     return (float)((double)logits[token] - log(sum));
 }
 
-/* Temperature 0 is greedy; else the logits get noise keyed by (seed, choice, position): Gumbel-like sampling. */
+/* Temperature 0 is greedy; else the logits get noise keyed by (seed, choice, position): Gumbel-like
+ * sampling. */
 static inline int32_t fake_choose(const float *edited, const bd_sampling *sampling,
                                   uint32_t position) {
     int32_t best = 0;
@@ -146,7 +148,7 @@ typedef struct fake_device {
     char fault[256];
     /* Planted trouble. */
     _Atomic bool lose_device, hang, fail_step, nan;
-    int32_t nan_token; /* a row with this token has a NaN logit, when nan is set */
+    int32_t nan_token;                  /* a row with this token has a NaN logit, when nan is set */
     uint64_t served[FAKE_VARIANTS_MAX]; /* steps with rows of variant i (digest word i + 1) */
     uint64_t longest_gap, last_step[FAKE_VARIANTS_MAX];
     uint32_t watched; /* variants that must never wait long */
@@ -243,12 +245,12 @@ static inline void fake_row(fake_device *fake, const bd_step *step, uint32_t ind
     uint64_t overlay = fake_overlay_word(fake_overlay_of_row(step, row->row));
     uint64_t history = fake_history(fake, seq, position);
     float logits[FAKE_VOCAB], edited[FAKE_VOCAB];
-    for (int32_t t = 0; t < FAKE_VOCAB; t++) edited[t] = logits[t] = fake_logit(history, overlay, t);
+    for (int32_t t = 0; t < FAKE_VOCAB; t++)
+        edited[t] = logits[t] = fake_logit(history, overlay, t);
     for (uint32_t e = 0; e < seq->edit_count; e++) {
         const bd_logit_edit *edit = &seq->edits[e];
         float l = logits[edit->token];
-        edited[edit->token] =
-            (l > 0.0f ? l / edit->repetition : l * edit->repetition) + edit->add;
+        edited[edit->token] = (l > 0.0f ? l / edit->repetition : l * edit->repetition) + edit->add;
     }
     int32_t id = row->target >= 0 ? row->target : fake_choose(edited, &seq->sampling, position);
     fake_result(logits, id, row->top_count, &fake->results[index]);
@@ -285,14 +287,16 @@ static inline bd_status fake_forward(void *ctx, const bd_step *step, bd_error *e
     }
     if (atomic_load(&fake->lose_device))
         return bd_fail(err, BD_E_DEVICE, "planted", "the device is gone");
-    while (atomic_load(&fake->hang)) fake_sleep_us(1000);
+    while (atomic_load(&fake->hang))
+        fake_sleep_us(1000);
     for (uint32_t row = 0; row < step->row_count; row++) {
         const bd_seq *seq = &step->seqs[step->seq_of_row[row]];
         uint64_t overlay = fake_overlay_word(fake_overlay_of_row(step, row));
         *fake_cell_at(fake, seq, step->positions[row]) =
             fake_cell(step->tokens[row], step->positions[row], overlay);
     }
-    for (uint32_t i = 0; i < step->logits_row_count; i++) fake_row(fake, step, i);
+    for (uint32_t i = 0; i < step->logits_row_count; i++)
+        fake_row(fake, step, i);
     return BD_OK;
 }
 
@@ -350,10 +354,10 @@ static inline void fake_edit_directly(float *edited, const float *logits,
         for (uint32_t i = 0; i < o->bias_count; i++)
             if (o->bias[i].token == t) add = o->bias[i].add;
         if (in_prompt + in_output > 0) l = l > 0.0f ? l / repetition : l * repetition;
-        if (in_output > 0)
-            add -= o->presence_penalty + o->frequency_penalty * (float)in_output;
+        if (in_output > 0) add -= o->presence_penalty + o->frequency_penalty * (float)in_output;
         for (uint32_t i = 0; i < o->stop_id_count; i++)
-            if (o->stop_ids[i] == t && count - o->prompt_tokens < o->min_new_tokens) add = -INFINITY;
+            if (o->stop_ids[i] == t && count - o->prompt_tokens < o->min_new_tokens)
+                add = -INFINITY;
         edited[t] = l + add;
     }
 }
@@ -370,7 +374,8 @@ static inline void fake_alone(const bd_sequence_options *o, bool decode_delta, f
         uint64_t overlay = p < o->prompt_tokens || decode_delta ? own : 0;
         history = fake_mix(history ^ fake_cell(tokens[p], p, overlay));
         float logits[FAKE_VOCAB], edited[FAKE_VOCAB];
-        for (int32_t t = 0; t < FAKE_VOCAB; t++) logits[t] = fake_logit(history, overlay, t);
+        for (int32_t t = 0; t < FAKE_VOCAB; t++)
+            logits[t] = fake_logit(history, overlay, t);
         if (p + 1 < o->prompt_tokens) {
             uint8_t top = o->prompt_logprobs > 0 ? (uint8_t)o->prompt_logprobs : 0;
             fake_result(logits, tokens[p + 1], top, &run->prompt[p + 1]);

@@ -1,5 +1,6 @@
-/* test_engine_sched.c - the scheduler over a fake model: random arrivals, lengths, cancels and a KV cache so small that
- * preemption never stops. Every sequence must give exactly what it gives alone; no block, lease or call may be left. */
+/* test_engine_sched.c - the scheduler over a fake model: random arrivals, lengths, cancels and a KV
+ * cache so small that preemption never stops. Every sequence must give exactly what it gives alone;
+ * no block, lease or call may be left. */
 #include "engine_fake.h"
 
 /* The cache, as far as the engine knows it. */
@@ -59,7 +60,8 @@ static bool same_result(const bd_token_result *a, const bd_token_result *b) {
     if (a->id != b->id || a->logprob != b->logprob || a->rank != b->rank) return false;
     if (a->top_count != b->top_count) return false;
     for (uint32_t i = 0; i < a->top_count; i++)
-        if (a->top_ids[i] != b->top_ids[i] || a->top_logprobs[i] != b->top_logprobs[i]) return false;
+        if (a->top_ids[i] != b->top_ids[i] || a->top_logprobs[i] != b->top_logprobs[i])
+            return false;
     return true;
 }
 
@@ -216,7 +218,8 @@ static void start(script *s, bd_engine_options *options, fake_device *fake) {
 }
 
 static void wait_over(script *s) {
-    for (uint32_t i = 0; i < 60000 && !atomic_load(&s->over); i++) fake_sleep_us(1000);
+    for (uint32_t i = 0; i < 60000 && !atomic_load(&s->over); i++)
+        fake_sleep_us(1000);
     assert_true(atomic_load(&s->over));
 }
 
@@ -248,7 +251,8 @@ static void check_clean(script *s, struct bd_variant *variants, uint32_t variant
     assert_int_equal(stats.running, 0);
     assert_int_equal(stats.waiting, 0);
     assert_int_equal(s->closed, 1);
-    for (uint32_t i = 0; i < variant_count; i++) assert_int_equal(variants[i].leases, 0);
+    for (uint32_t i = 0; i < variant_count; i++)
+        assert_int_equal(variants[i].leases, 0);
     if (s->fake->faults > 0) fail_msg("%s", s->fake->fault);
     if (s->wrong > 0) fail_msg("%u wrong: %s", s->wrong, s->first_wrong);
     bd_engine_destroy(s->engine);
@@ -282,11 +286,11 @@ static void run_random(uint64_t seed, bool prefix_cache, bool decode_delta) {
     wait_over(&s);
     bd_engine_stats stats;
     bd_engine_stats_get(s.engine, &stats);
-    printf("  steps %llu, preemptions %llu, prefix %llu of %llu\n",
-           (unsigned long long)stats.steps, (unsigned long long)stats.preemptions,
-           (unsigned long long)stats.prefix_hit_tokens,
+    printf("  steps %llu, preemptions %llu, prefix %llu of %llu\n", (unsigned long long)stats.steps,
+           (unsigned long long)stats.preemptions, (unsigned long long)stats.prefix_hit_tokens,
            (unsigned long long)stats.prefix_query_tokens);
-    for (uint32_t i = 0; i < CLIENTS; i++) check_client(&s, &s.clients[i]);
+    for (uint32_t i = 0; i < CLIENTS; i++)
+        check_client(&s, &s.clients[i]);
     check_clean(&s, variants, VARIANTS);
     free(s.clients);
 }
@@ -330,15 +334,23 @@ static void test_rotation(void **state) {
     }
     start(&s, &options, &fake);
     wait_over(&s);
-    for (uint32_t i = 0; i < CLIENTS; i++) check_client(&s, &s.clients[i]);
+    for (uint32_t i = 0; i < CLIENTS; i++)
+        check_client(&s, &s.clients[i]);
     assert_int_equal(fake.variants_seen_max, 4);
     assert_true(fake.longest_gap <= VARIANTS / 4);
-    for (uint32_t i = 0; i < VARIANTS; i++) assert_int_equal(fake.served[i], 30);
+    for (uint32_t i = 0; i < VARIANTS; i++)
+        assert_int_equal(fake.served[i], 30);
     check_clean(&s, variants, VARIANTS);
     free(s.clients);
 }
 
-typedef enum trouble { TROUBLE_STOP, TROUBLE_LOST, TROUBLE_HANG, TROUBLE_STEP, TROUBLE_NAN } trouble;
+typedef enum trouble {
+    TROUBLE_STOP,
+    TROUBLE_LOST,
+    TROUBLE_HANG,
+    TROUBLE_STEP,
+    TROUBLE_NAN
+} trouble;
 
 static void make_trouble(script *s, fake_device *fake, trouble kind) {
     fake_sleep_us(20000);
@@ -357,8 +369,10 @@ static void check_trouble(script *s, trouble kind) {
         client *c = &s->clients[i];
         if (!c->added) continue;
         assert_true(c->ended);
-        if (c->finish != BD_FINISH_ERROR) check_client(s, c);
-        else if (c->error != expected[kind]) wrong(s, c, "error", (uint32_t)c->error);
+        if (c->finish != BD_FINISH_ERROR)
+            check_client(s, c);
+        else if (c->error != expected[kind])
+            wrong(s, c, "error", (uint32_t)c->error);
         if (c->finish == BD_FINISH_ERROR) failed++;
     }
     assert_true(failed > 0);
@@ -438,7 +452,8 @@ typedef struct poster {
 
 static void *post_all(void *arg) {
     poster *p = arg;
-    for (uint32_t i = 0; i < 500; i++) bd_engine_post(p->engine, &p->calls[i].call);
+    for (uint32_t i = 0; i < 500; i++)
+        bd_engine_post(p->engine, &p->calls[i].call);
     return NULL;
 }
 
@@ -461,16 +476,19 @@ static void test_calls(void **state) {
         if (t == 0) assert_int_equal(bd_engine_start(s.engine, &err), BD_OK);
     }
     bd_engine_stop(s.engine);
-    for (uint32_t t = 0; t < 3; t++) pthread_join(threads[t], NULL);
+    for (uint32_t t = 0; t < 3; t++)
+        pthread_join(threads[t], NULL);
     counted_call last = {.call.run = count_run, .runs = &runs};
     bd_engine_post(s.engine, &last.call);
     assert_int_equal(runs, 1501);
     assert_true(last.on_thread);
     for (uint32_t t = 0; t < 3; t++)
-        for (uint32_t i = 0; i < 500; i++) assert_true(posters[t].calls[i].on_thread);
+        for (uint32_t i = 0; i < 500; i++)
+            assert_true(posters[t].calls[i].on_thread);
     bd_sequence *sequence;
     const int32_t prompt[1] = {1};
-    bd_sequence_options o = {.prompt = prompt, .prompt_tokens = 1, .max_new_tokens = 1, .sink = &sink};
+    bd_sequence_options o = {
+        .prompt = prompt, .prompt_tokens = 1, .max_new_tokens = 1, .sink = &sink};
     assert_int_equal(bd_engine_add(s.engine, &o, &sequence, &err), BD_E_SHUTDOWN);
     bd_engine_destroy(s.engine);
     fake_device_deinit(&fake);
@@ -488,7 +506,8 @@ static void test_limits(void **state) {
     bd_sequence *sequence = NULL;
     const int32_t prompt[600] = {1};
     client c[2] = {{.script = &s}, {.script = &s}};
-    bd_sequence_options o = {.prompt = prompt, .sink = &sink, .sink_ctx = &c[0], .prompt_logprobs = -1};
+    bd_sequence_options o = {
+        .prompt = prompt, .sink = &sink, .sink_ctx = &c[0], .prompt_logprobs = -1};
     assert_int_equal(bd_engine_add(s.engine, &o, &sequence, &err), BD_E_ARGUMENT);
     o.prompt_tokens = 10;
     o.max_new_tokens = 8; /* 17 need KV */
@@ -518,10 +537,14 @@ static void test_limits(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_limits),         cmocka_unit_test(test_calls),
-        cmocka_unit_test(test_rotation),       cmocka_unit_test(test_random),
-        cmocka_unit_test(test_stop_with_work), cmocka_unit_test(test_device_lost),
-        cmocka_unit_test(test_device_hangs),   cmocka_unit_test(test_step_fails),
+        cmocka_unit_test(test_limits),
+        cmocka_unit_test(test_calls),
+        cmocka_unit_test(test_rotation),
+        cmocka_unit_test(test_random),
+        cmocka_unit_test(test_stop_with_work),
+        cmocka_unit_test(test_device_lost),
+        cmocka_unit_test(test_device_hangs),
+        cmocka_unit_test(test_step_fails),
         cmocka_unit_test(test_nan),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -1,0 +1,59 @@
+/* squeeze.c - bounded waiting of cold variants. While every page is leased, a cold variant is told
+ * BD_BUSY; when that has lasted cold_wait_max_us, the least wanted resident variant gets no new
+ * sequences until its pages are free. bd-sched only. */
+#include "internal.h"
+
+enum { SQUEEZE_CHECK_US = 5000 };
+
+static bd_router_queue *longest_refused(const bd_router *router, uint64_t now_us) {
+    bd_router_queue *longest = NULL;
+    for (bd_router_queue *q = router->active_first; q; q = q->next) {
+        if (q->refused_us == 0 || q->paused) continue;
+        if (now_us - q->refused_us < router->options.cold_wait_max_us) continue;
+        if (!longest || q->refused_us < longest->refused_us) longest = q;
+    }
+    return longest;
+}
+
+/* Variants that the cache would not evict anyway, pinned or among the most wanted, gain nobody
+ * anything. */
+static bd_router_queue *least_wanted(const bd_router *router, uint64_t now_us, bool *draining) {
+    bd_router_queue *least = NULL;
+    double least_rate = 0.0;
+    *draining = false;
+    for (uint32_t i = 1; i < router->queue_count; i++) {
+        bd_router_queue *q = router->queues[i];
+        bd_variant_info info;
+        if (q == router->squeezer) continue;
+        bd_cache_info(router->options.cache, q->served.variant, now_us, &info);
+        if (info.references == 0 || info.pinned || info.protected_by_rate) continue;
+        if (q->paused) {
+            *draining = true;
+            continue;
+        }
+        if (least && info.rate_per_s >= least_rate) continue;
+        least = q;
+        least_rate = info.rate_per_s;
+    }
+    return least;
+}
+
+void bd_squeeze_update(bd_router *router, uint64_t now_us) {
+    if (router->refused_count == 0 || now_us < router->squeeze_check_us) return;
+    router->squeeze_check_us = now_us + SQUEEZE_CHECK_US;
+    if (!router->squeezer) router->squeezer = longest_refused(router, now_us);
+    if (!router->squeezer) return;
+    bool draining;
+    bd_router_queue *victim = least_wanted(router, now_us, &draining);
+    if (!victim || (draining && now_us < router->squeeze_next_us)) return;
+    /* The next one follows only if this one's sequences take as long again. */
+    router->squeeze_next_us = now_us + router->options.cold_wait_max_us;
+    victim->paused = true;
+    bd_queue_drop_lease(victim, now_us);
+}
+
+void bd_squeeze_end(bd_router *router) {
+    router->squeezer = NULL;
+    for (uint32_t i = 0; i < router->queue_count; i++)
+        router->queues[i]->paused = false;
+}

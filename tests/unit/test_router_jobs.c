@@ -1,0 +1,594 @@
+/* test_router_jobs.c - the router over a fake cache and a fake model, with the demo family's names:
+ * every choice of every job must give the tokens it gives alone, done() must come once, leases and
+ * reservations must be back at zero. */
+#include <sys/stat.h>
+
+#include "fake_cache.h"
+
+/* A model as far as the registry knows it. */
+struct bd_model {
+    bd_model_config config;
+};
+
+const bd_model_config *bd_model_config_of(const bd_model *model) {
+    return &model->config;
+}
+
+uint32_t bd_model_max_len(const bd_model *model) {
+    (void)model;
+    return 512;
+}
+
+enum { BASE = 0, PROMPTS = 3, TOKENS = 40 };
+
+typedef struct world {
+    struct bd_model model;
+    bd_cache cache;
+    bd_router *router;
+    bd_engine *engine;
+    bd_engine_options options;
+    fake_device fake;
+    bd_metrics *metrics;
+    _Atomic uint32_t done, wrong;
+    _Atomic uint64_t clock; /* orders the ends of jobs */
+    char first_wrong[160];
+} world;
+
+typedef struct request {
+    world *world;
+    bd_job job;
+    bd_prompt prompts[PROMPTS];
+    int32_t ids[PROMPTS][TOKENS];
+    uint32_t got[PROMPTS * 3];
+    bool ended[PROMPTS * 3];
+    uint32_t cancel_at, tokens;
+    bd_status status, kind;
+    uint32_t retry_after_s;
+    uint64_t done_at;
+    _Atomic uint32_t dones;
+    bool again; /* submit anew when done, while keep_going */
+    _Atomic bool *keep_going;
+} request;
+
+static void wrong(world *w, const char *what, uint32_t a, uint32_t b) {
+    if (atomic_fetch_add(&w->wrong, 1) == 0)
+        snprintf(w->first_wrong, sizeof w->first_wrong, "%s (%u, %u)", what, a, b);
+}
+
+static void alone(const request *r, uint32_t choice, fake_run *run) {
+    bd_sequence_options o = r->job.params;
+    const bd_prompt *prompt = &r->prompts[choice / r->job.choices_per_prompt];
+    o.prompt = prompt->ids;
+    o.prompt_tokens = prompt->count;
+    o.sampling.choice = choice % r->job.choices_per_prompt;
+    o.lease = (bd_lease){0};
+    if (r->job.served->variant) o.lease.overlay = &r->job.served->variant->overlay;
+    fake_alone(&o, true, run);
+}
+
+static bool on_token(void *ctx, uint32_t choice, const bd_token_result *token) {
+    request *r = ctx;
+    fake_run run;
+    alone(r, choice, &run);
+    if (r->ended[choice] || r->dones > 0) wrong(r->world, "token after the end", choice, 0);
+    if (r->got[choice] >= run.count || run.ids[r->got[choice]] != token->id)
+        wrong(r->world, "token", choice, r->got[choice]);
+    r->got[choice]++;
+    if (++r->tokens == r->cancel_at) bd_router_cancel(r->world->router, &r->job);
+    return true;
+}
+
+static void on_end(void *ctx, uint32_t choice, bd_finish finish, int32_t stop_id) {
+    request *r = ctx;
+    fake_run run;
+    alone(r, choice, &run);
+    (void)stop_id;
+    if (r->ended[choice]) wrong(r->world, "second end", choice, 0);
+    r->ended[choice] = true;
+    if (finish != run.finish || r->got[choice] != run.count)
+        wrong(r->world, "end", (uint32_t)finish, r->got[choice]);
+}
+
+static void submit(request *r);
+
+static void on_done(void *ctx, bd_status status, const bd_error *err, uint32_t retry_after_s) {
+    request *r = ctx;
+    world *w = r->world;
+    r->status = status;
+    r->kind = err ? err->status : BD_OK;
+    r->retry_after_s = retry_after_s;
+    r->done_at = atomic_fetch_add(&w->clock, 1) + 1;
+    for (uint32_t i = 0; status == BD_OK && i < r->job.prompt_count * r->job.choices_per_prompt;
+         i++)
+        if (!r->ended[i]) wrong(w, "done without end", i, 0);
+    if (r->again && atomic_load(r->keep_going)) {
+        memset(r->got, 0, sizeof r->got);
+        memset(r->ended, 0, sizeof r->ended);
+        submit(r);
+        return;
+    }
+    if (atomic_fetch_add(&r->dones, 1) > 0) wrong(w, "second done", 0, 0);
+    atomic_fetch_add(&w->done, 1);
+}
+
+static const bd_job_sink sink = {on_token, NULL, on_end, on_done};
+
+static void submit(request *r) {
+    uint32_t retry = 0;
+    memset(&r->job.internal, 0, sizeof r->job.internal);
+    uint32_t choices = r->job.prompt_count * r->job.choices_per_prompt;
+    bd_status status = bd_router_reserve(r->world->router, r->job.served, 0, choices, &retry);
+    if (status != BD_OK) {
+        wrong(r->world, "reserve", (uint32_t)status, retry);
+        return;
+    }
+    r->job.received_us = bd_now_us();
+    bd_router_submit(r->world->router, &r->job);
+}
+
+static void make_request(world *w, request *r, fake_rng *rng, uint32_t served) {
+    memset(r, 0, sizeof *r);
+    r->world = w;
+    r->job.served = bd_router_served_at(w->router, served);
+    r->job.prompts = r->prompts;
+    r->job.prompt_count = 1 + fake_below(rng, fake_below(rng, 3) ? 1 : PROMPTS);
+    r->job.choices_per_prompt = 1 + fake_below(rng, fake_below(rng, 3) ? 1 : 3);
+    for (uint32_t p = 0; p < r->job.prompt_count; p++) {
+        r->prompts[p] = (bd_prompt){r->ids[p], 1 + fake_below(rng, TOKENS)};
+        for (uint32_t i = 0; i < r->prompts[p].count; i++)
+            r->ids[p][i] = (int32_t)fake_below(rng, FAKE_VOCAB);
+    }
+    r->job.params = (bd_sequence_options){.max_new_tokens = 1 + fake_below(rng, 20),
+                                          .logprobs = -1,
+                                          .prompt_logprobs = -1,
+                                          .sampling = {.temperature = 1.0f, .top_p = 1.0f}};
+    r->job.params.sampling.seed = fake_next(rng);
+    r->job.sink = &sink;
+    r->job.sink_ctx = r;
+    r->cancel_at = UINT32_MAX;
+}
+
+static void report_fault(void *ctx, const char *dir, const bd_error *err) {
+    (void)ctx;
+    fail_msg("%s: %s", dir, err->message);
+}
+
+static void open_world(world *w, uint32_t pages, uint32_t cold_wait_us, uint32_t queue_max) {
+    bd_error err;
+    uint32_t added;
+    memset(w, 0, sizeof *w);
+    assert_int_equal(bd_model_config_read("demo/zen-mini", &w->model.config, &err), BD_OK);
+    w->metrics = bd_metrics_create(5000);
+    w->cache.pages = pages;
+    w->cache.load_us = 3000;
+    const bd_router_options router = {.cache = &w->cache,
+                                      .model = &w->model,
+                                      .base_name = "zen-mini",
+                                      .base_dir = "demo/zen-mini",
+                                      .queue_max = queue_max,
+                                      .cold_wait_max_us = cold_wait_us,
+                                      .metrics = w->metrics};
+    assert_int_equal(bd_router_create(&router, &w->router, &err), BD_OK);
+    assert_int_equal(
+        bd_router_add_directory(w->router, "demo/deltas", report_fault, NULL, &added, &err), BD_OK);
+    assert_int_equal(added, 14);
+    assert_int_equal(bd_router_served_count(w->router), 15);
+    w->options = (bd_engine_options){.cache = &w->cache,
+                                     .model_name = "zen-mini",
+                                     .rows_max = 48,
+                                     .prefill_chunk_tokens = 16,
+                                     .seqs_max = 12,
+                                     .variants_per_step_max = 4,
+                                     .logits_rows_max = 16,
+                                     .decode_delta = true,
+                                     .prefix_cache = true,
+                                     .hooks = bd_router_hooks(w->router),
+                                     .metrics = w->metrics};
+    fake_device_init(&w->fake, &w->options, 40, 8, 1);
+    assert_int_equal(bd_engine_create_on(&w->options, &w->fake.device, &w->engine, &err), BD_OK);
+    bd_router_attach(w->router, w->engine);
+}
+
+static void start_world(world *w) {
+    bd_error err;
+    w->cache.engine = w->engine;
+    assert_int_equal(bd_engine_start(w->engine, &err), BD_OK);
+}
+
+static bool wait_done(world *w, uint32_t count, uint32_t ms) {
+    for (uint32_t i = 0; i < ms && atomic_load(&w->done) < count; i++) {
+        bd_engine_wake(w->engine); /* what the loader's notify does */
+        fake_sleep_us(1000);
+    }
+    return atomic_load(&w->done) >= count;
+}
+
+static void close_world(world *w) {
+    bd_engine_stop(w->engine);
+    assert_true(bd_router_idle(w->router));
+    if (w->wrong > 0) fail_msg("%u wrong: %s", w->wrong, w->first_wrong);
+    if (w->fake.faults > 0) fail_msg("%s", w->fake.fault);
+    for (uint32_t i = 0; i < w->cache.count; i++) {
+        assert_int_equal(w->cache.variants[i].leases, 0);
+        assert_null(w->cache.variants[i].waiters);
+    }
+    bd_engine_destroy(w->engine);
+    bd_router_destroy(w->router);
+    fake_device_deinit(&w->fake);
+    fake_cache_deinit(&w->cache);
+    bd_metrics_destroy(w->metrics);
+}
+
+/* ---- Tests ---- */
+
+typedef struct client {
+    world *world;
+    request *requests;
+    uint32_t count;
+    uint64_t seed;
+} client;
+
+static void *run_client(void *arg) {
+    client *c = arg;
+    fake_rng rng = {c->seed};
+    for (uint32_t i = 0; i < c->count; i++) {
+        submit(&c->requests[i]);
+        if (fake_below(&rng, 4) == 0) fake_sleep_us(fake_below(&rng, 2000));
+        request *other = &c->requests[fake_below(&rng, i + 1)];
+        if (fake_below(&rng, 8) == 0) bd_router_cancel(c->world->router, &other->job);
+    }
+    return NULL;
+}
+
+static void run_random(uint64_t seed) {
+    enum { CLIENTS = 3, EACH = 80 };
+    world w;
+    fake_rng rng = {seed};
+    open_world(&w, 1 + fake_below(&rng, 6), 20000, 0);
+    start_world(&w);
+    request *requests = calloc(CLIENTS * EACH, sizeof *requests);
+    assert_non_null(requests);
+    client clients[CLIENTS];
+    pthread_t threads[CLIENTS];
+    for (uint32_t i = 0; i < CLIENTS * EACH; i++) {
+        make_request(&w, &requests[i], &rng, fake_below(&rng, 15));
+        if (fake_below(&rng, 8) == 0) requests[i].cancel_at = 1 + fake_below(&rng, 10);
+    }
+    for (uint32_t c = 0; c < CLIENTS; c++) {
+        clients[c] = (client){&w, requests + c * EACH, EACH, fake_next(&rng)};
+        assert_int_equal(pthread_create(&threads[c], NULL, run_client, &clients[c]), 0);
+    }
+    for (uint32_t c = 0; c < CLIENTS; c++)
+        pthread_join(threads[c], NULL);
+    assert_true(wait_done(&w, CLIENTS * EACH, 60000));
+    uint32_t cancelled = 0;
+    for (uint32_t i = 0; i < CLIENTS * EACH; i++) {
+        assert_int_equal(requests[i].dones, 1);
+        assert_true(requests[i].status == BD_OK || requests[i].status == BD_CANCELLED);
+        cancelled += requests[i].status == BD_CANCELLED;
+    }
+    printf("  pages %u, loads %llu, evictions %llu, cancelled %u\n", w.cache.pages,
+           (unsigned long long)w.cache.loads, (unsigned long long)w.cache.evictions, cancelled);
+    assert_true(cancelled < CLIENTS * EACH);
+    assert_true(w.cache.max_leased <= w.cache.pages);
+    assert_true(bd_router_idle(w.router));
+    close_world(&w);
+    free(requests);
+}
+
+static void test_random(void **state) {
+    (void)state;
+    uint64_t seed = fake_seed();
+    for (uint32_t round = 0; round < 6; round++)
+        run_random(fake_mix(seed + round));
+}
+
+/* A variant that cannot be loaded fails its own requests; nobody else notices. */
+static void test_failed_load(void **state) {
+    (void)state;
+    enum { COUNT = 60 };
+    world w;
+    fake_rng rng = {fake_seed()};
+    open_world(&w, 4, 20000, 0);
+    uint32_t bad = 5;
+    struct bd_variant *bad_variant = bd_router_served_at(w.router, bad)->variant;
+    bad_variant->fails = true;
+    start_world(&w);
+    request *requests = calloc(COUNT, sizeof *requests);
+    assert_non_null(requests);
+    for (uint32_t i = 0; i < COUNT; i++) {
+        make_request(&w, &requests[i], &rng, i % 3 == 0 ? bad : i % 3 == 1 ? BASE : 1 + i % 4);
+        submit(&requests[i]);
+    }
+    assert_true(wait_done(&w, COUNT, 30000));
+    uint32_t corrupt = 0;
+    for (uint32_t i = 0; i < COUNT; i++) {
+        assert_int_equal(requests[i].status, i % 3 == 0 ? BD_E_VARIANT : BD_OK);
+        if (i % 3 != 0) continue;
+        assert_int_equal(requests[i].retry_after_s, 3); /* 2.5 s, rounded up */
+        corrupt += requests[i].kind == BD_E_CORRUPT;
+    }
+    assert_true(corrupt > 0);
+    assert_true(w.cache.loads <= 5);
+    bd_strbuf text;
+    bd_strbuf_init(&text, 0);
+    bd_metrics_write(w.metrics, &text);
+    assert_non_null(strstr(
+        text.data,
+        "bitdelta_requests_total{result=\"variant_unavailable\",variant=\"zen-mini-french\"} 20"));
+    assert_non_null(strstr(text.data, "vllm:num_requests_running{model_name=\"zen-mini\"} 0"));
+    assert_non_null(
+        strstr(text.data, "vllm:time_to_first_token_seconds_count{model_name=\"zen-mini\"} 20"));
+    bd_strbuf_deinit(&text);
+    close_world(&w);
+    free(requests);
+}
+
+/* One variant's backlog does not delay another's only request. */
+static void test_fairness(void **state) {
+    (void)state;
+    enum { COUNT = 120 };
+    world w;
+    fake_rng rng = {fake_seed()};
+    open_world(&w, 4, 20000, 0);
+    request *requests = calloc(COUNT + 1, sizeof *requests);
+    assert_non_null(requests);
+    for (uint32_t i = 0; i <= COUNT; i++) {
+        make_request(&w, &requests[i], &rng, i < COUNT ? 1 : 2);
+        requests[i].job.prompt_count = requests[i].job.choices_per_prompt = 1;
+        requests[i].job.params.max_new_tokens = 10;
+        submit(&requests[i]); /* all before the loop starts */
+    }
+    start_world(&w);
+    assert_true(wait_done(&w, COUNT + 1, 30000));
+    assert_true(requests[COUNT].done_at < COUNT / 4);
+    close_world(&w);
+    free(requests);
+}
+
+/* One page, one variant that never stops asking: a second one gets its turn if and only if waiting
+ * is bounded. */
+static bool cold_gets_through(uint32_t cold_wait_us) {
+    enum { HOT = 4 };
+    world w;
+    fake_rng rng = {fake_seed()};
+    _Atomic bool keep_going = true;
+    open_world(&w, 1, cold_wait_us, 0);
+    request *requests = calloc(HOT + 1, sizeof *requests);
+    assert_non_null(requests);
+    start_world(&w);
+    for (uint32_t i = 0; i < HOT; i++) {
+        make_request(&w, &requests[i], &rng, 1);
+        requests[i].job.params.max_new_tokens = 15 + i; /* they do not end together */
+        requests[i].again = true;
+        requests[i].keep_going = &keep_going;
+        submit(&requests[i]);
+    }
+    fake_sleep_us(20000);
+    make_request(&w, &requests[HOT], &rng, 2);
+    submit(&requests[HOT]);
+    bool through = wait_done(&w, 1, 500);
+    atomic_store(&keep_going, false);
+    assert_true(wait_done(&w, HOT + 1, 30000));
+    close_world(&w);
+    free(requests);
+    return through;
+}
+
+static void test_cold_wait(void **state) {
+    (void)state;
+    assert_true(cold_gets_through(30000));
+    assert_false(cold_gets_through(UINT32_MAX));
+}
+
+static void run_end_of_world(bool lost) {
+    enum { COUNT = 60 };
+    world w;
+    fake_rng rng = {fake_seed()};
+    open_world(&w, 2, 20000, 0);
+    w.fake.delay_us_max = 2000;
+    start_world(&w);
+    request *requests = calloc(COUNT + 1, sizeof *requests);
+    assert_non_null(requests);
+    for (uint32_t i = 0; i < COUNT; i++) {
+        make_request(&w, &requests[i], &rng, fake_below(&rng, 15));
+        submit(&requests[i]);
+    }
+    assert_true(wait_done(&w, 3, 10000));
+    make_request(&w, &requests[COUNT], &rng, 3);
+    uint32_t retry;
+    assert_int_equal(bd_router_reserve(w.router, requests[COUNT].job.served, 0, 9, &retry), BD_OK);
+    bd_router_unreserve(w.router, requests[COUNT].job.served, 0, 9);
+    uint32_t n = requests[COUNT].job.prompt_count * requests[COUNT].job.choices_per_prompt;
+    assert_int_equal(bd_router_reserve(w.router, requests[COUNT].job.served, 0, n, &retry), BD_OK);
+    if (lost)
+        atomic_store(&w.fake.lose_device, true);
+    else
+        bd_engine_stop(w.engine);
+    if (lost) assert_true(wait_done(&w, COUNT, 10000));
+    bd_router_submit(w.router, &requests[COUNT].job); /* its reservation was made in time */
+    assert_true(wait_done(&w, COUNT + 1, 10000));
+    uint32_t failed = 0;
+    for (uint32_t i = 0; i <= COUNT; i++) {
+        assert_int_equal(requests[i].dones, 1);
+        if (requests[i].status == BD_OK) continue;
+        assert_int_equal(requests[i].status, lost ? BD_E_DEVICE : BD_E_SHUTDOWN);
+        failed++;
+    }
+    assert_true(failed > 5);
+    assert_int_equal(requests[COUNT].status, lost ? BD_E_DEVICE : BD_E_SHUTDOWN);
+    if (lost)
+        assert_int_equal(bd_router_reserve(w.router, requests[0].job.served, 0, 1, &retry),
+                         BD_E_DEVICE);
+    w.cache.engine = lost ? w.engine : NULL; /* late calls run on this thread */
+    close_world(&w);
+    free(requests);
+}
+
+static void test_stop(void **state) {
+    (void)state;
+    run_end_of_world(false);
+}
+
+static void test_lost(void **state) {
+    (void)state;
+    run_end_of_world(true);
+}
+
+static void test_reserve(void **state) {
+    (void)state;
+    world w;
+    uint32_t retry;
+    open_world(&w, 2, 20000, 10);
+    const bd_served *base = bd_router_served_at(w.router, BASE);
+    assert_true(bd_router_idle(w.router));
+    assert_int_equal(bd_router_reserve(w.router, base, 0, 7, &retry), BD_OK);
+    assert_false(bd_router_idle(w.router));
+    assert_int_equal(bd_router_reserve(w.router, base, 0, 4, &retry), BD_BUSY);
+    assert_in_range(retry, 1, 60);
+    assert_int_equal(bd_router_reserve(w.router, base, 0, 3, &retry), BD_OK);
+    assert_int_equal(bd_router_reserve(w.router, base, 0, 1, &retry), BD_BUSY);
+    bd_router_unreserve(w.router, base, 0, 10);
+    assert_int_equal(bd_router_reserve(w.router, base, 0, 40, &retry), BD_OK); /* alone */
+    assert_int_equal(bd_router_reserve(w.router, base, 0, 1, &retry), BD_BUSY);
+    assert_int_equal(bd_router_reserve(w.router, base, 0, UINT32_MAX, &retry), BD_BUSY);
+    bd_router_unreserve(w.router, base, 0, 40);
+    bd_router_drain(w.router);
+    assert_int_equal(bd_router_reserve(w.router, base, 0, 1, &retry), BD_E_SHUTDOWN);
+    close_world(&w);
+}
+
+static bool only_tenant_7(void *ctx, const bd_served *served, uint32_t tenant) {
+    (void)ctx;
+    return served->is_base || tenant == 7;
+}
+
+static void count_fault(void *ctx, const char *dir, const bd_error *err) {
+    uint32_t *faults = ctx;
+    assert_non_null(strstr(dir, "bad-variant"));
+    assert_int_not_equal(err->status, BD_OK);
+    ++*faults;
+}
+
+static void test_registry(void **state) {
+    (void)state;
+    world w;
+    bd_error err;
+    uint32_t added, faults = 0;
+    open_world(&w, 2, 20000, 10);
+    assert_string_equal(bd_router_served_at(w.router, 0)->name, "zen-mini");
+    assert_string_equal(bd_router_served_at(w.router, 1)->name, "zen-mini-astro");
+    assert_string_equal(bd_router_served_at(w.router, 14)->name, "zen-mini-writer");
+    assert_null(bd_router_served_at(w.router, 15));
+    for (uint32_t i = 0; i < 15; i++) {
+        const bd_served *s = bd_router_served_at(w.router, i);
+        assert_ptr_equal(bd_router_find(w.router, s->name, strlen(s->name), 0), s);
+        assert_int_equal(s->max_model_len, 512);
+        assert_int_equal(s->vocab, 4096);
+        assert_int_equal(s->eos_count, w.model.config.eos_count);
+        assert_int_equal(s->variant == NULL, i == 0);
+    }
+    assert_null(bd_router_find(w.router, "zen-mini-astr", 13, 0));
+    assert_null(bd_router_find(w.router, "", 0, 0));
+    /* The same names again are refused, each by name; a name of its own is fine. */
+    assert_int_equal(bd_router_add_variant(w.router, NULL, "demo/deltas/zen-mini-c", false, &err),
+                     BD_E_ARGUMENT);
+    assert_string_equal(err.subject, "zen-mini-c");
+    assert_int_equal(
+        bd_router_add_variant(w.router, "zen-mini", "demo/deltas/zen-mini-c", false, &err),
+        BD_E_ARGUMENT);
+    assert_int_equal(
+        bd_router_add_variant(w.router, "a/new name", "demo/deltas/zen-mini-c", true, &err), BD_OK);
+    assert_string_equal(bd_router_served_at(w.router, 1)->name, "a/new name");
+    assert_string_equal(bd_router_served_at(w.router, 1)->variant->name, "a/new name");
+    assert_true(bd_router_served_at(w.router, 1)->variant->pinned);
+    assert_int_equal(
+        bd_router_add_variant(w.router, "too-large", "demo/deltas/zen-mini-c", false, &err),
+        BD_E_LIMIT);
+    assert_null(bd_router_find(w.router, "too-large", 9, 0));
+    assert_int_not_equal(bd_router_add_variant(w.router, NULL, "demo/no-such", false, &err), BD_OK);
+    assert_non_null(strstr(err.subject, "demo/no-such"));
+    assert_int_equal(bd_router_add_variant(w.router, "", "demo/deltas/zen-mini-c", false, &err),
+                     BD_E_ARGUMENT);
+    /* A directory with one that is broken. */
+    char root[] = "/tmp/bd-router-XXXXXX", path[128];
+    assert_non_null(mkdtemp(root));
+    snprintf(path, sizeof path, "%s/bad-variant", root);
+    assert_int_equal(mkdir(path, 0700), 0);
+    snprintf(path, sizeof path, "%s/bad-variant/delta.json", root);
+    FILE *file = fopen(path, "w");
+    assert_non_null(file);
+    fputs("{\"format\": \"something else\"}", file);
+    fclose(file);
+    assert_int_equal(bd_router_add_directory(w.router, root, count_fault, &faults, &added, &err),
+                     BD_OK);
+    assert_int_equal(faults, 1);
+    assert_int_equal(added, 0);
+    unlink(path);
+    snprintf(path, sizeof path, "%s/bad-variant", root);
+    rmdir(path);
+    rmdir(root);
+    assert_int_equal(bd_router_add_directory(w.router, root, NULL, NULL, &added, &err), BD_E_IO);
+    close_world(&w);
+}
+
+static void test_tenants(void **state) {
+    (void)state;
+    world w;
+    bd_error err;
+    open_world(&w, 2, 20000, 10);
+    bd_router *router;
+    const bd_router_options options = {.cache = &w.cache,
+                                       .model = &w.model,
+                                       .base_name = "b",
+                                       .base_dir = "demo/zen-mini",
+                                       .allowed = only_tenant_7};
+    assert_int_equal(bd_router_create(&options, &router, &err), BD_OK);
+    assert_int_equal(bd_router_add_variant(router, "v", "demo/deltas/zen-mini-c", false, &err),
+                     BD_OK);
+    assert_non_null(bd_router_find(router, "b", 1, 0));
+    assert_null(bd_router_find(router, "v", 1, 0));
+    assert_non_null(bd_router_find(router, "v", 1, 7));
+    bd_router_destroy(router);
+    close_world(&w);
+}
+
+static void test_admin(void **state) {
+    (void)state;
+    world w;
+    bd_error err;
+    open_world(&w, 2, 20000, 10);
+    start_world(&w);
+    bd_variant_info infos[20];
+    const bd_served *astro = bd_router_served_at(w.router, 1);
+    assert_int_equal(bd_router_admin(w.router, BD_ADMIN_LOAD, astro, &err), BD_OK);
+    fake_sleep_us(5000);
+    bd_engine_wake(w.engine);
+    fake_sleep_us(5000);
+    assert_int_equal(bd_router_infos(w.router, infos, 20), 14);
+    assert_string_equal(infos[0].name, "zen-mini-astro");
+    assert_int_equal(infos[0].state, BD_VARIANT_READY);
+    assert_int_equal(infos[1].state, BD_VARIANT_ABSENT);
+    assert_int_equal(bd_router_infos(w.router, infos, 3), 3);
+    assert_int_equal(bd_router_admin(w.router, BD_ADMIN_PIN, astro, &err), BD_OK);
+    assert_int_equal(bd_router_admin(w.router, BD_ADMIN_UNLOAD, astro, &err), BD_OK);
+    assert_int_equal(bd_router_infos(w.router, infos, 1), 1);
+    assert_true(infos[0].pinned);
+    assert_int_equal(infos[0].state, BD_VARIANT_ABSENT);
+    assert_int_equal(bd_router_admin(w.router, BD_ADMIN_UNPIN, astro, &err), BD_OK);
+    assert_int_equal(
+        bd_router_admin(w.router, BD_ADMIN_LOAD, bd_router_served_at(w.router, 0), &err),
+        BD_E_ARGUMENT);
+    close_world(&w);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_registry),  cmocka_unit_test(test_tenants),
+        cmocka_unit_test(test_reserve),   cmocka_unit_test(test_random),
+        cmocka_unit_test(test_fairness),  cmocka_unit_test(test_failed_load),
+        cmocka_unit_test(test_cold_wait), cmocka_unit_test(test_stop),
+        cmocka_unit_test(test_lost),      cmocka_unit_test(test_admin),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
