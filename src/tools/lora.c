@@ -2,22 +2,14 @@
  */
 #include "lora.h"
 
-#include <cjson/cJSON.h>
-#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "bitdelta/base/file.h"
-#include "bitdelta/base/json_scan.h"
+#include "bitdelta/hf/adapter_config.h"
 
-enum {
-    CONFIG_BYTES_MAX = 1 << 20,
-    RANK_MAX = 256,
-    PART_COUNT = 9,
-    PART_ALIGN = 64,
-    FLOATS_AT_ONCE = 1024
-};
+enum { PART_COUNT = 9, PART_ALIGN = 64, FLOATS_AT_ONCE = 1024 };
 
 typedef struct lora_part { /* a module that may be adapted, and the linears it is made of */
     const char *name;
@@ -44,8 +36,7 @@ typedef struct lora_pair {
 struct bd_lora {
     bd_model_config config;
     bd_safetensors *file;
-    uint32_t rank;
-    float scale;
+    bd_adapter_config adapter;
     lora_pair *pairs; /* [layers][PART_COUNT] */
     bd_overlay overlay;
     bd_overlay_linear *linears; /* [layers][BD_LINEAR_COUNT] */
@@ -69,90 +60,6 @@ static uint32_t part_rows(const bd_model_config *config, const lora_part *part) 
     for (uint32_t which = part->first; which <= part->last; which++)
         rows += linear_rows(config, which);
     return rows;
-}
-
-/* ---- adapter_config.json ---- */
-
-static bool is_set(const cJSON *item) {
-    if (!item || cJSON_IsNull(item) || cJSON_IsFalse(item)) return false;
-    return !((cJSON_IsArray(item) || cJSON_IsObject(item)) && !item->child);
-}
-
-static bool is_plain_init(const cJSON *item) {
-    if (!cJSON_IsString(item)) return true;
-    return strcmp(item->valuestring, "gaussian") == 0 || strcmp(item->valuestring, "eva") == 0 ||
-           strcmp(item->valuestring, "orthogonal") == 0;
-}
-
-static bd_status check_features(const cJSON *root, bd_error *err) {
-    static const char *const refused[] = {
-        "use_dora",          "lora_bias",     "modules_to_save",         "fan_in_fan_out",
-        "rank_pattern",      "alpha_pattern", "layer_replication",       "alora_invocation_tokens",
-        "target_parameters", "use_qalora",    "trainable_token_indices", "use_bdlora",
-    };
-    for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
-        if (is_set(cJSON_GetObjectItemCaseSensitive(root, refused[i]))) {
-            return bd_fail(err, BD_E_UNSUPPORTED, refused[i],
-                           "adapter_config.json: %s is not supported", refused[i]);
-        }
-    }
-    const cJSON *bias = cJSON_GetObjectItemCaseSensitive(root, "bias");
-    if (is_set(bias) && !(cJSON_IsString(bias) && strcmp(bias->valuestring, "none") == 0)) {
-        return bd_fail(err, BD_E_UNSUPPORTED, "bias",
-                       "adapter_config.json: bias other than \"none\" is not supported");
-    }
-    const cJSON *type = cJSON_GetObjectItemCaseSensitive(root, "peft_type");
-    if (!cJSON_IsString(type) || strcmp(type->valuestring, "LORA") != 0) {
-        return bd_fail(err, BD_E_UNSUPPORTED, "peft_type",
-                       "adapter_config.json: peft_type is not \"LORA\"");
-    }
-    if (!is_plain_init(cJSON_GetObjectItemCaseSensitive(root, "init_lora_weights"))) {
-        return bd_fail(err, BD_E_UNSUPPORTED, "init_lora_weights",
-                       "adapter_config.json: init_lora_weights of a kind that changes the base is "
-                       "not supported");
-    }
-    return BD_OK;
-}
-
-static bd_status apply_config(bd_lora *lora, const cJSON *root, bd_error *err) {
-    const bd_status s = check_features(root, err);
-    if (s != BD_OK) return s;
-    const cJSON *rank = cJSON_GetObjectItemCaseSensitive(root, "r");
-    const cJSON *alpha = cJSON_GetObjectItemCaseSensitive(root, "lora_alpha");
-    if (!cJSON_IsNumber(rank) || !(rank->valuedouble >= 1 && rank->valuedouble <= RANK_MAX) ||
-        rank->valuedouble != floor(rank->valuedouble)) {
-        return bd_fail(err, BD_E_UNSUPPORTED, "r",
-                       "adapter_config.json: r is not a whole number within 1..%d", RANK_MAX);
-    }
-    if (!cJSON_IsNumber(alpha) || !isfinite((float)alpha->valuedouble)) {
-        return bd_fail(err, BD_E_FORMAT, "lora_alpha",
-                       "adapter_config.json: lora_alpha is not a number");
-    }
-    const bool root_scale = is_set(cJSON_GetObjectItemCaseSensitive(root, "use_rslora"));
-    lora->rank = (uint32_t)rank->valuedouble;
-    lora->scale =
-        (float)(alpha->valuedouble / (root_scale ? sqrt(rank->valuedouble) : rank->valuedouble));
-    return BD_OK;
-}
-
-static bd_status read_config(bd_lora *lora, const char *dir, bd_error *err) {
-    static const bd_json_limits limits = {.depth_max = 16, .nodes_max = 100000};
-    char path[1200], *text = NULL;
-    size_t bytes = 0;
-    bd_json_scan scan;
-    bd_status s = bd_path_join(path, sizeof path, dir, "adapter_config.json", err);
-    if (s == BD_OK) s = bd_file_read(path, CONFIG_BYTES_MAX, &text, &bytes, err);
-    if (s != BD_OK) return s;
-    s = bd_json_check(text, bytes, &limits, &scan, err);
-    cJSON *root = NULL;
-    if (s == BD_OK) {
-        root = cJSON_ParseWithLength(text + scan.offset, bytes - scan.offset);
-        s = cJSON_IsObject(root) ? apply_config(lora, root, err)
-                                 : bd_fail(err, BD_E_FORMAT, path, "%s is not a JSON object", path);
-    }
-    cJSON_Delete(root);
-    free(text);
-    return s;
 }
 
 /* ---- adapter_model.safetensors ---- */
@@ -190,8 +97,8 @@ static bd_status add_tensor(bd_lora *lora, const bd_tensor *tensor, bd_error *er
                        "adapter tensor %s is not A or B of a layer's linear", tensor->name);
     }
     const lora_part *part = &parts[index];
-    const uint64_t rows = is_b ? part_rows(&lora->config, part) : lora->rank;
-    const uint64_t cols = is_b ? lora->rank : linear_cols(&lora->config, part->first);
+    const uint64_t rows = is_b ? part_rows(&lora->config, part) : lora->adapter.rank;
+    const uint64_t cols = is_b ? lora->adapter.rank : linear_cols(&lora->config, part->first);
     if (tensor->rank != 2 || tensor->shape[0] != rows || tensor->shape[1] != cols) {
         return bd_fail(err, BD_E_MISMATCH, tensor->name,
                        "adapter tensor %s does not have the shape [%llu, %llu]", tensor->name,
@@ -241,7 +148,7 @@ bd_status bd_lora_open(const char *dir, const bd_model_config *config, bd_lora *
     if (!lora->pairs || !lora->linears || !lora->norms) {
         s = bd_fail(err, BD_E_MEMORY, NULL, "no memory for an adapter");
     }
-    if (s == BD_OK) s = read_config(lora, dir, err);
+    if (s == BD_OK) s = bd_adapter_config_read(dir, &lora->adapter, err);
     if (s == BD_OK) s = read_tensors(lora, dir, err);
     if (s != BD_OK) {
         bd_lora_close(lora);
@@ -303,9 +210,11 @@ static bd_status put_pair(bd_lora *lora, bd_model *model, size_t index, uint8_t 
     for (uint32_t which = part->first; which <= part->last;
          which++) { /* a fused module: rows of one B */
         bd_overlay_linear *linear = &lora->linears[index / PART_COUNT * BD_LINEAR_COUNT + which];
-        *linear = (bd_overlay_linear){
-            .lora_rank = (uint16_t)lora->rank, .lora_scale = lora->scale, .lora_a = a, .lora_b = b};
-        b += (size_t)linear_rows(&lora->config, which) * lora->rank;
+        *linear = (bd_overlay_linear){.lora_rank = (uint16_t)lora->adapter.rank,
+                                      .lora_scale = lora->adapter.scale,
+                                      .lora_a = a,
+                                      .lora_b = b};
+        b += (size_t)linear_rows(&lora->config, which) * lora->adapter.rank;
     }
     return BD_OK;
 }
