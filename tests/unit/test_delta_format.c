@@ -253,7 +253,7 @@ static void write_shard(const char *name, const test_tensor *list, uint32_t coun
         strcpy(tensors[i].dtype_name, list[i].dtype);
         tensors[i].rank = list[i].rank;
         memcpy(tensors[i].shape, list[i].shape, sizeof list[i].shape);
-        const uint64_t unit = strcmp(list[i].dtype, "U8") == 0    ? 1
+        const uint64_t unit = list[i].dtype[1] == '8'             ? 1
                               : strcmp(list[i].dtype, "F32") == 0 ? 4
                                                                   : 2;
         total += unit * list[i].shape[0] * (list[i].rank == 2 ? list[i].shape[1] : 1);
