@@ -57,7 +57,7 @@ bd_status bd_cpu_supports(const bd_backend_options *options, bd_error *err) {
     }
     const limit limits[] = {
         {"rows_max", options->rows_max, 1, 1u << 20},
-        {"seqs_max", options->seqs_max, 1, options->rows_max},
+        {"seqs_max", options->seqs_max, 1, 1u << 20},
         {"logits_rows_max", options->logits_rows_max, 1, 1u << 20},
         {"kv_block_tokens", options->kv_block_tokens, 1, 1u << 16},
         {"kv_block_count", options->kv_block_count, 1, UINT32_MAX},

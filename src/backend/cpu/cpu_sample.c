@@ -109,50 +109,49 @@ typedef struct histogram {
     uint32_t count[BUCKETS];
 } histogram;
 
-static void fill(histogram *h, const candidates *c, cut bound, uint32_t prefix, uint32_t prefix_shift,
-                 uint32_t shift) {
+/* Which bits of the key a pass looks at: `bits` of them above `shift`, among keys that start with `prefix`. */
+typedef struct digit {
+    uint32_t prefix, shift, bits;
+} digit;
+
+static void fill(histogram *h, const candidates *c, cut bound, digit at) {
     memset(h, 0, sizeof *h);
     uint32_t ties = 0;
     for (uint32_t i = 0; i < c->count; i++) {
         const uint32_t key = key_of(c->logits[i]);
         if (key < bound.key || (key == bound.key && ties++ >= bound.ties)) continue;
-        if (prefix_shift < 32 && key >> prefix_shift != prefix) continue;
-        const uint32_t bucket = (key >> shift) & (BUCKETS - 1);
+        if ((uint64_t)key >> (at.shift + at.bits) != at.prefix) continue;
+        const uint32_t bucket = (key >> at.shift) & ((1u << at.bits) - 1);
         h->count[bucket]++;
         h->mass[bucket] += c->weights[i];
     }
 }
 
-/* The smallest top set within `bound` of `want` tokens, or (by_mass) of at least `want` weight. */
+/* The smallest top set within `bound` of `want` tokens, or (by_mass) of at least `want` weight; all of `bound` where
+ * rounding keeps its sum short of want. */
 static cut tighten(const candidates *c, cut bound, double want, bool by_mass) {
-    static const uint32_t shifts[3] = {21, 10, 0};
+    digit digits[3] = {{0, 21, 11}, {0, 10, 11}, {0, 0, 10}};
     histogram h;
-    double above = 0.0;
-    uint32_t prefix = 0, prefix_shift = 32, in_bucket = 0;
-    double bucket_mass = 0.0;
+    double above = 0.0; /* of keys above those that start with the prefix */
+    uint32_t found = 0, key = 0;
     for (int level = 0; level < 3; level++) {
-        fill(&h, c, bound, prefix, prefix_shift, shifts[level]);
-        const uint32_t buckets = level == 2 ? 1024u : BUCKETS;
-        uint32_t found = UINT32_MAX;
-        for (uint32_t b = buckets; b-- > 0;) {
+        digits[level].prefix = key;
+        fill(&h, c, bound, digits[level]);
+        double passed = above;
+        for (uint32_t b = 1u << digits[level].bits; b-- > 0;) {
             if (h.count[b] == 0) continue;
-            found = b; /* the lowest one if rounding keeps the sum short of want */
-            const double amount = by_mass ? h.mass[b] : (double)h.count[b];
-            if (above + amount >= want) break;
-            above += amount;
+            found = b;
+            above = passed;
+            passed += by_mass ? h.mass[b] : (double)h.count[b];
+            if (passed >= want) break;
         }
-        if (found == UINT32_MAX) return bound;
-        in_bucket = h.count[found];
-        bucket_mass = h.mass[found];
-        if (above + (by_mass ? bucket_mass : (double)in_bucket) < want) above -= by_mass ? bucket_mass : (double)in_bucket;
-        prefix = level == 0 ? found : (prefix << (level == 2 ? 10 : 11)) | found;
-        prefix_shift = shifts[level];
+        key = (key << digits[level].bits) | found;
     }
-    const double each = by_mass ? bucket_mass / (double)in_bucket : 1.0;
+    const double each = by_mass ? h.mass[found] / (double)h.count[found] : 1.0;
     double need = each > 0.0 ? ceil((want - above) / each) : 1.0;
     if (need < 1.0) need = 1.0;
-    if (need > (double)in_bucket) need = (double)in_bucket;
-    return (cut){prefix, (uint32_t)need};
+    if (need > (double)h.count[found]) need = (double)h.count[found];
+    return (cut){key, (uint32_t)need};
 }
 
 static bool keeps(const candidates *c, cut bound, double least_weight, uint32_t i, uint32_t *ties) {
