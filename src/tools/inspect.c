@@ -13,7 +13,8 @@
 #define PATH_BYTES 4096u
 
 typedef struct report {
-    const bd_inspect_request *request;
+    const char *path;
+    bool verify, json;
     FILE *out;
     bd_strbuf
         text; /* the whole report: printed once, so that a fault half-way leaves no half of JSON */
@@ -35,7 +36,7 @@ static void put_shape(bd_strbuf *b, const uint64_t *shape, uint32_t rank, const 
 static bd_status print_report(report *r, bd_error *err) {
     bd_status status = BD_OK;
     if (r->text.failed) {
-        status = bd_fail(err, BD_E_MEMORY, r->request->path, "out of memory for the report");
+        status = bd_fail(err, BD_E_MEMORY, r->path, "out of memory for the report");
     } else if (fputs(r->text.data, r->out) == EOF || fflush(r->out) != 0) {
         status = bd_fail(err, BD_E_IO, NULL, "cannot write the report");
     }
@@ -70,7 +71,7 @@ static void check_shard(delta_report *d, uint32_t index, bd_error *fault) {
     bd_safetensors_close(file);
     /* Sums first where asked for: they say which bytes are wrong, not what that did to the header.
      */
-    if (d->r->request->verify) {
+    if (d->r->verify) {
         bd_error sums;
         bd_error_clear(&sums);
         const bd_status summed = bd_delta_verify_shard(&d->delta, index, &sums);
@@ -91,10 +92,10 @@ static void file_line(delta_report *d, uint32_t index) {
     bd_strbuf *b = &d->r->text;
     bd_error fault;
     check_shard(d, index, &fault);
-    const char *state = fault.status != BD_OK   ? fault.message
-                        : d->r->request->verify ? "verified"
-                                                : "header checked";
-    if (!d->r->request->json) {
+    const char *state = fault.status != BD_OK ? fault.message
+                        : d->r->verify        ? "verified"
+                                              : "header checked";
+    if (!d->r->json) {
         bd_strbuf_printf(b, "  %-30s %14llu bytes  %u chunk sums  %s\n", f->name,
                          (unsigned long long)f->bytes, f->chunk_count, state);
         return;
@@ -117,7 +118,7 @@ static void entry_line(delta_report *d, uint32_t index) {
     const bd_delta_entry *e = &d->delta.entries[index];
     const char *kind = e->kind == BD_DELTA_SIGN ? "sign" : "full";
     bd_strbuf *b = &d->r->text;
-    if (!d->r->request->json) {
+    if (!d->r->json) {
         bd_strbuf_printf(b, "  %s  %-52s ", kind, e->name);
         put_shape(b, e->shape, e->rank, ", ");
         if (e->extra_rows) bd_strbuf_printf(b, " + %llu rows", (unsigned long long)e->extra_rows);
@@ -162,7 +163,7 @@ static void delta_json(delta_report *d) {
     for (uint32_t i = 0; i < delta->entry_count; i++)
         entry_line(d, i);
     bd_strbuf_printf(b, "],\"verified\":%s,\"ok\":%s}\n",
-                     d->r->request->verify && d->status == BD_OK ? "true" : "false",
+                     d->r->verify && d->status == BD_OK ? "true" : "false",
                      d->status == BD_OK ? "true" : "false");
 }
 
@@ -201,7 +202,7 @@ static bd_status inspect_delta(report *r, const char *dir, bd_error *err) {
         if (e->kind == BD_DELTA_SIGN) d.sign_count++;
         if (e->kind == BD_DELTA_FULL) d.full_count++;
     }
-    if (r->request->json) {
+    if (r->json) {
         delta_json(&d);
     } else {
         delta_text(&d);
@@ -220,7 +221,7 @@ static bd_status inspect_delta(report *r, const char *dir, bd_error *err) {
 
 static void tensor_line(report *r, const bd_tensor *t, bool first) {
     bd_strbuf *b = &r->text;
-    if (r->request->json) {
+    if (r->json) {
         bd_strbuf_puts(b, first ? "{" : ",{");
         put_string(b, "name", t->name);
         bd_strbuf_printf(b, ",\"dtype\":\"%s\",\"shape\":", t->dtype_name);
@@ -236,19 +237,19 @@ static void tensor_line(report *r, const bd_tensor *t, bool first) {
 
 static bd_status inspect_file(report *r, bd_error *err) {
     bd_safetensors *file = NULL;
-    bd_status status = bd_safetensors_open(r->request->path, false, &file, err);
+    bd_status status = bd_safetensors_open(r->path, false, &file, err);
     if (status != BD_OK) return status;
     const uint32_t count = bd_safetensors_count(file);
     const unsigned long long bytes = bd_safetensors_file_bytes(file);
-    if (r->request->json) {
+    if (r->json) {
         bd_strbuf_printf(&r->text, "{\"kind\":\"safetensors\",\"bytes\":%llu,\"tensors\":[", bytes);
     } else {
         bd_strbuf_printf(&r->text, "safetensors  %s\nsize         %llu bytes\ntensors      %u\n",
-                         r->request->path, bytes, count);
+                         r->path, bytes, count);
     }
     for (uint32_t i = 0; i < count; i++)
         tensor_line(r, bd_safetensors_at(file, i), i == 0);
-    if (r->request->json) bd_strbuf_puts(&r->text, "],\"ok\":true}\n");
+    if (r->json) bd_strbuf_puts(&r->text, "],\"ok\":true}\n");
     bd_safetensors_close(file);
     return print_report(r, err);
 }
@@ -256,12 +257,12 @@ static bd_status inspect_file(report *r, bd_error *err) {
 static bd_status inspect_model(report *r, bd_error *err) {
     char fingerprint[65];
     bd_checkpoint *c = NULL;
-    bd_status status = bd_checkpoint_open(r->request->path, &c, err);
+    bd_status status = bd_checkpoint_open(r->path, &c, err);
     if (status != BD_OK) return status;
     if ((status = bd_checkpoint_fingerprint(c, fingerprint, err)) != BD_OK) goto done;
     const uint32_t count = bd_checkpoint_count(c), files = bd_checkpoint_file_count(c);
     const unsigned long long bytes = bd_checkpoint_bytes(c);
-    if (r->request->json) {
+    if (r->json) {
         bd_strbuf_printf(
             &r->text,
             "{\"kind\":\"model\",\"fingerprint\":\"%s\",\"files\":%u,\"bytes\":%llu,\"tensors\":[",
@@ -271,11 +272,11 @@ static bd_status inspect_model(report *r, bd_error *err) {
             &r->text,
             "model        %s\nfingerprint  %s\nsize         %llu bytes of tensors in %u file%s\n"
             "tensors      %u\n",
-            r->request->path, fingerprint, bytes, files, files == 1 ? "" : "s", count);
+            r->path, fingerprint, bytes, files, files == 1 ? "" : "s", count);
     }
     for (uint32_t i = 0; i < count; i++)
         tensor_line(r, bd_checkpoint_at(c, i), i == 0);
-    if (r->request->json) bd_strbuf_puts(&r->text, "],\"ok\":true}\n");
+    if (r->json) bd_strbuf_puts(&r->text, "],\"ok\":true}\n");
     status = print_report(r, err);
 done:
     bd_checkpoint_close(c);
@@ -293,31 +294,29 @@ static bool ends_with(const char *text, const char *end) {
 
 static bd_status inspect_directory(report *r, bd_error *err) {
     char path[PATH_BYTES];
-    const bd_status status = bd_path_join(path, sizeof path, r->request->path, "delta.json", err);
+    const bd_status status = bd_path_join(path, sizeof path, r->path, "delta.json", err);
     if (status != BD_OK) return status;
-    return bd_file_exists(path) ? inspect_delta(r, r->request->path, err) : inspect_model(r, err);
+    return bd_file_exists(path) ? inspect_delta(r, r->path, err) : inspect_model(r, err);
 }
 
 /* delta.json itself stands for its directory. */
 static bd_status inspect_manifest(report *r, bd_error *err) {
     char dir[PATH_BYTES];
-    const size_t len = strlen(r->request->path) - strlen("delta.json");
-    snprintf(dir, sizeof dir, "%.*s", len ? (int)len : 1, len ? r->request->path : ".");
+    const size_t len = strlen(r->path) - strlen("delta.json");
+    snprintf(dir, sizeof dir, "%.*s", len ? (int)len : 1, len ? r->path : ".");
     return inspect_delta(r, dir, err);
 }
 
-bd_status bd_inspect_run(const bd_inspect_request *request, FILE *out, bd_error *err) {
-    report r = {.request = request, .out = out};
+bd_status bd_inspect_run(const char *path, bool verify, bool json, FILE *out, bd_error *err) {
+    report r = {.path = path, .verify = verify, .json = json, .out = out};
     bd_strbuf_init(&r.text, 0);
     struct stat info;
     bd_status status;
-    if (stat(request->path, &info) != 0) {
-        status = bd_fail(err, BD_E_NOT_FOUND, request->path,
-                         "%s does not exist or cannot be reached", request->path);
+    if (stat(path, &info) != 0) {
+        status = bd_fail(err, BD_E_NOT_FOUND, path, "%s does not exist or cannot be reached", path);
     } else if (S_ISDIR(info.st_mode)) {
         status = inspect_directory(&r, err);
-    } else if (ends_with(request->path, "/delta.json") ||
-               strcmp(request->path, "delta.json") == 0) {
+    } else if (ends_with(path, "/delta.json") || strcmp(path, "delta.json") == 0) {
         status = inspect_manifest(&r, err);
     } else {
         status = inspect_file(&r, err);

@@ -7,15 +7,10 @@
 
 #include "bitdelta/base/status.h"
 
-typedef struct bd_inspect_request {
-    const char *
-        path; /* a directory with delta.json or model weights, delta.json, or a .safetensors file */
-    bool verify; /* of a delta: every chunk sum and sha256 */
-    bool json;
-} bd_inspect_request;
-
-/* The report goes to `out`, also where verification fails; err then has the first fault: file,
- * chunk, byte range. */
-BD_MUST_CHECK bd_status bd_inspect_run(const bd_inspect_request *request, FILE *out, bd_error *err);
+/* path: a directory with delta.json or with model weights, delta.json itself, or a .safetensors
+ * file. verify: of a delta, every chunk sum and sha256. The report (text or JSON) goes to `out`,
+ * also where a check fails; err then has the first fault: file, chunk, byte range. */
+BD_MUST_CHECK bd_status bd_inspect_run(const char *path, bool verify, bool json, FILE *out,
+                                       bd_error *err);
 
 #endif
