@@ -376,6 +376,28 @@ static void test_last_waiter_of_queued(void **state) {
     scene_end(s);
 }
 
+/* Unloaded, asked for and unloaded again before anyone was told. */
+static void test_unload_twice_between_polls(void **state) {
+    (void)state;
+    scene *s = scene_make(3, 0, 3, NULL);
+    bd_lease lease;
+    wait_record a = wait_make(), b = wait_make(), c = wait_make();
+    assert_int_equal(bd_cache_prefetch(s->cache, s->v[0], 0, NULL), BD_OK);
+    assert_int_equal(bd_cache_prefetch(s->cache, s->v[1], 0, NULL), BD_OK);
+    assert_int_equal(acquire(s, 2, 0, &lease, &a), BD_AGAIN);
+    assert_int_equal(bd_cache_unload(s->cache, s->v[2], NULL), BD_OK);
+    assert_int_equal(acquire(s, 2, 0, &lease, &b), BD_AGAIN);
+    assert_int_equal(bd_cache_unload(s->cache, s->v[2], NULL), BD_OK);
+    assert_int_equal(acquire(s, 2, 0, &lease, &c), BD_AGAIN);
+    bd_cache_poll(s->cache, 1);
+    assert_int_equal(a.calls, 1);
+    assert_int_equal(b.calls, 1);
+    assert_int_equal(c.calls, 0);
+    assert_int_equal(b.status, BD_E_VARIANT);
+    assert_int_equal(state_of(s, 2), BD_VARIANT_QUEUED);
+    scene_end(s);
+}
+
 static void test_pins(void **state) {
     (void)state;
     scene *s = scene_make(4, 0, 3, NULL);
@@ -550,6 +572,7 @@ int main(void) {
         cmocka_unit_test(test_forget),
         cmocka_unit_test(test_waiters_leave),
         cmocka_unit_test(test_last_waiter_of_queued),
+        cmocka_unit_test(test_unload_twice_between_polls),
         cmocka_unit_test(test_pins),
         cmocka_unit_test(test_protected_by_rate),
         cmocka_unit_test(test_callbacks_call_back),
