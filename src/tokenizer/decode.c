@@ -108,7 +108,7 @@ static void run_push(bd_detok *d, uint8_t byte, bd_strbuf *out) {
     bd_strbuf_clear(&d->run);
 }
 
-static void run_end(bd_detok *d, bd_strbuf *out) {
+static void run_close(bd_detok *d, bd_strbuf *out) {
     if (d->held_count > 0)
         replacements_emit(d, d->run.len_bytes, out);
     else if (d->run.len_bytes > 0)
@@ -139,7 +139,7 @@ void bd_detok_push(bd_detok *d, int32_t id, bd_strbuf *out) {
     } else if (t->flags[id] & BD_TOKEN_BYTE) {
         run_push(d, (uint8_t)data[0], out);
     } else {
-        run_end(d, out);
+        run_close(d, out);
         if (t->decoder.kind == BD_DECODER_SPACED && d->any_token) bd_strbuf_append(out, " ", 1);
         text_emit(d, data, bytes, out);
     }
@@ -161,7 +161,7 @@ bool bd_detok_skip(bd_detok *detok, const int32_t *ids, size_t count) {
 
 void bd_detok_flush(bd_detok *detok, bd_strbuf *out) {
     if (detok->tokenizer->decoder.kind != BD_DECODER_BYTES) {
-        run_end(detok, out);
+        run_close(detok, out);
     } else if (detok->held_count > 0) {
         bd_strbuf_append(out, replacement, 3);
         detok->held_count = 0;

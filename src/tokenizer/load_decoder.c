@@ -8,12 +8,12 @@
 
 #define DECODED_BYTES_MAX ((size_t)1 << 30)
 
-typedef struct replacement {
+typedef struct text_replace {
     const char *pattern, *content; /* in the JSON tree */
-} replacement;
+} text_replace;
 
 typedef struct decoder_parts {
-    replacement replaces[BD_STEPS_MAX];
+    text_replace replaces[BD_STEPS_MAX];
     uint32_t replace_count;
     bool byte_level, byte_fallback, fused, stripped;
 } decoder_parts;
@@ -56,7 +56,7 @@ static bd_status replace_one(bd_load *load, const cJSON *object, decoder_parts *
     bool regex;
     if (parts->replace_count == BD_STEPS_MAX)
         return bd_fail(load->err, BD_E_LIMIT, load->name, "%s: too many parts", where);
-    replacement *replace = &parts->replaces[parts->replace_count++];
+    text_replace *replace = &parts->replaces[parts->replace_count++];
     bd_status s = bd_load_pattern(load, object, where, &replace->pattern, &regex);
     if (s != BD_OK) return s;
     if (regex) return bd_load_unsupported(load, where, "Replace by", "Regex");
@@ -122,7 +122,7 @@ static void append_replaced(const decoder_parts *parts, const char *text, size_t
                             bd_strbuf *out, bd_strbuf *spare) {
     bd_strbuf_clear(out);
     bd_strbuf_append(out, text, bytes);
-    for (uint32_t i = 0; i < parts->replace_count; i++) {
+    for (uint32_t i = 0; i < parts->replace_count && !out->failed && !spare->failed; i++) {
         const char *pattern = parts->replaces[i].pattern, *at = out->data, *hit;
         bd_strbuf_clear(spare);
         while ((hit = strstr(at, pattern)) != NULL) {
@@ -131,7 +131,6 @@ static void append_replaced(const decoder_parts *parts, const char *text, size_t
             at = hit + strlen(pattern);
         }
         bd_strbuf_puts(spare, at);
-        if (spare->failed || out->failed) return;
         bd_strbuf swap = *out;
         *out = *spare;
         *spare = swap;

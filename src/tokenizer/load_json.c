@@ -24,6 +24,7 @@ bd_status bd_load_memory(bd_load *load) {
 bd_status bd_load_string(bd_load *load, const cJSON *object, const char *where, const char *key,
                          const char **value) {
     const cJSON *item = bd_load_member(object, key);
+    *value = "";
     if (!cJSON_IsString(item))
         return bd_fail(load->err, BD_E_FORMAT, load->name, "%s: \"%s\" must be a string", where,
                        key);
@@ -32,6 +33,7 @@ bd_status bd_load_string(bd_load *load, const cJSON *object, const char *where, 
 }
 
 bd_status bd_load_type(bd_load *load, const cJSON *object, const char *where, const char **type) {
+    *type = "";
     if (!cJSON_IsObject(object))
         return bd_fail(load->err, BD_E_FORMAT, load->name, "%s must be an object", where);
     return bd_load_string(load, object, where, "type", type);
@@ -72,6 +74,8 @@ bd_status bd_load_pattern(bd_load *load, const cJSON *object, const char *where,
     const cJSON *holder = bd_load_member(object, "pattern");
     const cJSON *literal = bd_load_member(holder, "String"), *re = bd_load_member(holder, "Regex");
     const cJSON *found = re ? re : literal;
+    *pattern = "";
+    *regex = false;
     if (!cJSON_IsObject(holder) || !cJSON_IsString(found) || (re && literal))
         return bd_fail(load->err, BD_E_FORMAT, load->name,
                        "%s: \"pattern\" must hold a \"String\" or a \"Regex\"", where);

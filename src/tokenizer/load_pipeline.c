@@ -79,7 +79,9 @@ static bd_status add_split(bd_load *load, const char *pattern, bool regex, bool 
     step->keep_gaps = keep_gaps;
     if (step->kind == BD_SPLIT_PCRE2) {
         char message[128] = "";
-        if (bd_pattern_compile(&step->code, pattern, !regex, message) != BD_OK)
+        bd_status s = bd_pattern_compile(&step->code, pattern, !regex, message);
+        if (s == BD_E_MEMORY) return bd_load_memory(load);
+        if (s != BD_OK)
             return bd_fail(load->err, BD_E_UNSUPPORTED, load->name,
                            "pre_tokenizer: the pattern \"%.80s\" is not supported: %s", pattern,
                            message);

@@ -143,7 +143,7 @@ bd_status bd_normalize(const bd_tokenizer *tokenizer, const uint8_t *text, size_
                        bd_strbuf *out, bd_strbuf *spare) {
     bd_strbuf_clear(out);
     bd_strbuf_append(out, text, bytes);
-    for (uint32_t i = 0; i < tokenizer->normalize_count; i++) {
+    for (uint32_t i = 0; i < tokenizer->normalize_count && !out->failed; i++) {
         const bd_normalize_step *step = &tokenizer->normalize[i];
         bd_strbuf_clear(spare);
         if (step->kind == BD_NORMALIZE_NFC) {
@@ -155,7 +155,6 @@ bd_status bd_normalize(const bd_tokenizer *tokenizer, const uint8_t *text, size_
         } else {
             replace_append(step, out->data, out->len_bytes, spare);
         }
-        if (out->failed || spare->failed) return BD_E_MEMORY;
         bd_strbuf swap = *out;
         *out = *spare;
         *spare = swap;

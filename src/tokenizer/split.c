@@ -146,7 +146,7 @@ static bd_status pattern_compile(void **code, const char *pattern, uint32_t opti
         PCRE2_UCHAR text[96];
         pcre2_get_error_message(number, text, sizeof text);
         snprintf(message, 128, "%s", (const char *)text);
-        return BD_E_UNSUPPORTED;
+        return number == PCRE2_ERROR_HEAP_FAILED ? BD_E_MEMORY : BD_E_UNSUPPORTED;
     }
     /* Without JIT (not built in, or executable memory refused) the interpreter does the same. */
     (void)pcre2_jit_compile(compiled, PCRE2_JIT_COMPLETE);
@@ -163,7 +163,7 @@ bd_status bd_pattern_compile(void **code, const char *pattern, bool literal, cha
     if (!pattern_translate(pattern, &translated))
         snprintf(message, 128, "it has \\h, \\H or &&");
     else if (translated.failed)
-        snprintf(message, 128, "out of memory");
+        s = BD_E_MEMORY;
     else
         s = pattern_compile(code, translated.data, PCRE2_UTF | PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C,
                             message);
