@@ -1,8 +1,8 @@
-/* fake_cache.h - cache.h with one page a variant and loads that take a while, for the router's
+/* router_fake.h - cache.h with one page a variant and loads that take a while, for the router's
  * tests. It checks that all calls come from bd-sched, that leases are balanced and that waiters are
  * answered once. */
-#ifndef BITDELTA_TESTS_FAKE_CACHE_H
-#define BITDELTA_TESTS_FAKE_CACHE_H
+#ifndef BITDELTA_TESTS_ROUTER_FAKE_H
+#define BITDELTA_TESTS_ROUTER_FAKE_H
 
 #include "bitdelta/router/router.h"
 #include "engine_fake.h"
