@@ -145,16 +145,17 @@ static bd_status scan_string(scanner *s, bool is_key) {
 
 /* --- numbers --- */
 
-enum { NUMBER_DIGITS_MAX = 400 }; /* the largest double has 309; the rest only tells ties apart */
+/* The least number that rounds to infinity has 309 digits, so cutting longer ones never crosses it.
+ */
+enum { NUMBER_DIGITS_MAX = 400 };
 
-/* True when the number in [from, to) rounds to infinity. Locale-free: the digits are handed to
- * strtod as
+/* True when the number in [from, to) rounds to infinity. Locale-free: strtod gets the digits as
  * "<digits>e<exponent>". */
 static bool overflows(const uint8_t *text, size_t from, size_t to) {
     char digits[NUMBER_DIGITS_MAX + 32];
     size_t kept = 0;
     int64_t exponent = 0, written = 0;
-    bool fraction = false, negative = false, sticky = false;
+    bool fraction = false, negative = false;
     size_t i = from;
     for (; i < to && text[i] != 'e' && text[i] != 'E'; i++) {
         uint8_t c = text[i];
@@ -166,7 +167,6 @@ static bool overflows(const uint8_t *text, size_t from, size_t to) {
             digits[kept++] = (char)c;
         } else {
             exponent++;
-            sticky = sticky || c != '0';
         }
     }
     if (kept == 0) return false;
@@ -179,7 +179,6 @@ static bool overflows(const uint8_t *text, size_t from, size_t to) {
     int64_t magnitude = exponent + (int64_t)kept; /* 0.ddd * 10^magnitude */
     if (magnitude < 309) return false;
     if (magnitude > 309) return true;
-    if (sticky) digits[kept - 1] = digits[kept - 1] == '0' ? '1' : digits[kept - 1];
     snprintf(digits + kept, sizeof digits - kept, "e%lld", (long long)exponent);
     return isinf(strtod(digits, NULL));
 }

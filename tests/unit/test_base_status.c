@@ -141,6 +141,10 @@ static void test_clock(void **state) {
     struct timespec pause = {.tv_nsec = 2000000};
     nanosleep(&pause, NULL);
     assert_true(bd_now_us() - first >= 2000);
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    uint64_t want_us = (uint64_t)now.tv_sec * 1000000u + (uint64_t)now.tv_nsec / 1000u;
+    assert_in_range(bd_now_us(), want_us, want_us + 10000000u);
     time_t wall = time(NULL);
     assert_in_range(bd_wall_seconds(), (uint64_t)wall, (uint64_t)wall + 5);
 }

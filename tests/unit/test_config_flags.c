@@ -143,6 +143,10 @@ static void test_other_commands(void **state) {
     parse_ok(&inv, "generate --base a --prompt=--a~b --greedy=false");
     assert_string_equal(inv.generate.prompt, "--a b");
     assert_false(inv.generate.greedy);
+    assert_int_equal(inv.generate.max_tokens, 16);
+    assert_int_equal(inv.generate.chunk_tokens, 256);
+    assert_int_equal(inv.generate.seed, 0);
+    assert_true(inv.generate.temperature == 1 && inv.generate.top_p == 1);
     bd_invocation_deinit(&inv);
     parse_ok(&inv, "generate --base a --prompt=");
     assert_string_equal(inv.generate.prompt, "");
