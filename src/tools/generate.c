@@ -76,22 +76,6 @@ static bd_status push_id(bd_token_vec *vec, int32_t id, bd_error *err) {
     return BD_OK;
 }
 
-/* "1,2,3" */
-static bd_status parse_ids(const char *text, bd_token_vec *out, bd_error *err) {
-    for (const char *at = text;; at++) {
-        char *end;
-        errno = 0;
-        const long id = strtol(at, &end, 10);
-        if (end == at || errno != 0 || id < 0 || id > INT32_MAX || (*end != ',' && *end != '\0')) {
-            return bd_fail(err, BD_E_ARGUMENT, "--prompt-ids",
-                           "--prompt-ids is not a list of ids like 1,2,3");
-        }
-        const bd_status s = push_id(out, (int32_t)id, err);
-        if (s != BD_OK || *end == '\0') return s;
-        at = end;
-    }
-}
-
 /* The variant's own tokenizer if it has one, else the base's, else none. */
 static bd_status load_tokenizer(generation *g, bd_error *err) {
     const bd_generate_request *r = g->request;
@@ -108,9 +92,10 @@ static bd_status load_tokenizer(generation *g, bd_error *err) {
 
 static bd_status make_prompt(generation *g, bd_error *err) {
     const bd_generate_request *r = g->request;
-    bd_status s;
+    bd_status s = BD_OK;
     if (r->prompt_ids) {
-        s = parse_ids(r->prompt_ids, &g->ids, err);
+        for (size_t i = 0; s == BD_OK && i < r->prompt_id_count; i++)
+            s = push_id(&g->ids, r->prompt_ids[i], err);
     } else if (!g->tokenizer) {
         s = bd_fail(err, BD_E_NOT_FOUND, "tokenizer.json", "--prompt needs a tokenizer.json in %s",
                     r->base_dir);
@@ -123,7 +108,7 @@ static bd_status make_prompt(generation *g, bd_error *err) {
     if (g->prompt_count == 0)
         return bd_fail(err, BD_E_ARGUMENT, "--prompt", "the prompt has no tokens");
     for (size_t i = 0; i < g->ids.count; i++) {
-        if ((uint32_t)g->ids.ids[i] >= g->config.vocab) {
+        if (g->ids.ids[i] < 0 || (uint32_t)g->ids.ids[i] >= g->config.vocab) {
             return bd_fail(err, BD_E_LIMIT, "--prompt-ids",
                            "token id %d is outside the vocabulary of %u", g->ids.ids[i],
                            g->config.vocab);

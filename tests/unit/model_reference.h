@@ -237,7 +237,7 @@ static inline void mr_attend(const mr_model *m, uint32_t layer, const double *q,
     const uint32_t dim = c->head_dim, kv_head = h / (c->heads / c->kv_heads);
     const uint32_t window = c->window_layer[layer] ? c->window_tokens : 0;
     const uint32_t first = window && t + 1 > window ? t + 1 - window : 0;
-    double weights[256], max = -INFINITY, sum = 0;
+    double weights[256], max = -(double)INFINITY, sum = 0;
     assert_true(t < 256);
     for (uint32_t s = first; s <= t; s++) {
         double dot = 0;

@@ -7,13 +7,14 @@
 
 typedef struct bd_generate_request { /* strings are borrowed; NULL or 0: not given */
     const char *base_dir;
-    /* At most one: a delta over the base; another checkpoint in its place (its config must fit the base's); a PEFT LoRA
-     * adapter over the base. */
+    /* At most one: a delta over the base; another checkpoint in its place (its config must fit the
+     * base's); a PEFT LoRA adapter over the base. */
     const char *delta_dir, *finetuned_dir, *lora_dir;
-    const char *prompt;     /* needs tokenizer.json (the variant's, else the base's) */
-    const char *prompt_ids; /* "1,2,3"; exactly one of the two */
-    uint32_t max_tokens;    /* 0: the prompt is run and nothing is generated */
-    bool greedy;            /* temperature 0 whatever `temperature` says */
+    const char *prompt;        /* needs tokenizer.json (the variant's, else the base's) */
+    const int32_t *prompt_ids; /* exactly one of the two */
+    size_t prompt_id_count;
+    uint32_t max_tokens;      /* 0: the prompt is run and nothing is generated */
+    bool greedy;              /* temperature 0 whatever `temperature` says */
     float temperature, top_p; /* top_p 0: 1 */
     uint64_t seed;
     bool ignore_eos;
@@ -25,9 +26,10 @@ typedef struct bd_generate_request { /* strings are borrowed; NULL or 0: not giv
     bd_backend_choice backend;
 } bd_generate_request;
 
-/* Runs the request; text or JSON goes to stdout, progress to stderr, the error into err for the caller to print.
- * Generation ends after an end-of-sequence id, which is the last of the ids, or after max_tokens.
- * Returns the process's exit status: 0, 1 (input or environment), 2 (wrong usage), 3 (internal fault). */
+/* Runs the request; text or JSON goes to stdout, progress to stderr, the error into err for the
+ * caller to print. Generation ends after an end-of-sequence id, which is the last of the ids, or
+ * after max_tokens. Returns the process's exit status: 0, 1 (input or environment), 2 (wrong
+ * usage), 3 (internal fault). */
 int bd_generate_main(const bd_generate_request *request, bd_error *err);
 
 #endif
