@@ -89,8 +89,6 @@ static void begin_work(bd_request *request) {
         pthread_mutex_unlock(&request->lock);
         return;
     }
-    request->active = true;
-    atomic_fetch_add(&request->shard->server->active_count, 1);
     if (request->body_bytes > BD_HTTP_INLINE_BYTES)
         bd_work_post(request);
     else

@@ -82,7 +82,7 @@ struct bd_http_server {
     _Atomic int phase;
     atomic_bool workers_stop;
     _Atomic size_t upload_bytes;                /* body buffers of all requests */
-    atomic_uint connection_count, active_count; /* active: requests past their body */
+    atomic_uint connection_count, active_count; /* active: requests that wait, or have waited */
 };
 
 struct bd_conn { /* shard's thread only */

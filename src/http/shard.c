@@ -146,6 +146,8 @@ static void on_library_log(void *cls, const char *format, va_list args) {
 /* ---- parking, waking, watching ---- */
 
 void bd_shard_park(bd_request *request) {
+    if (!request->active) atomic_fetch_add(&request->shard->server->active_count, 1);
+    request->active = true;
     request->parked = true;
     bd_shard_watch(request->conn);
     MHD_suspend_connection(request->connection);

@@ -59,7 +59,8 @@ static bool write_metrics(bd_http_server *server, bd_strbuf *out) {
         bd_metrics_gauge(metrics, "bd_http_connections", "Open client connections.", NULL, 0),
         atomic_load(&server->connection_count));
     bd_metric_set(bd_metrics_gauge(metrics, "bd_http_requests_active",
-                                   "Requests between body and answer.", NULL, 0),
+                                   "Requests that wait for a worker or the engine, and streams.",
+                                   NULL, 0),
                   atomic_load(&server->active_count));
     bd_metric_set(
         bd_metrics_gauge(metrics, "bd_http_upload_bytes", "Memory of request bodies.", NULL, 0),
