@@ -28,11 +28,17 @@ static int teardown(void **state) {
     return rmdir(g_dir);
 }
 
+static void write_file(const char *text, size_t bytes) {
+    FILE *file = fopen(g_path, "w");
+    assert_non_null(file);
+    assert_int_equal(fwrite(text, 1, bytes, file), bytes);
+    fclose(file);
+}
+
 /* Parses `serve --config FILE` and up to two more arguments, FILE holding the text. */
 static bd_status load_bytes(bd_invocation *inv, const char *text, size_t bytes, const char *flag,
                             const char *value, bd_error *err) {
-    bd_status status = bd_file_replace(g_path, text, bytes, err);
-    assert_int_equal(status, BD_OK);
+    write_file(text, bytes);
     const char *args[5] = {"serve", "--config", g_path, flag, value};
     bd_error_clear(err);
     return bd_invocation_parse(inv, flag ? 5 : 3, args, err);
@@ -278,10 +284,7 @@ static void test_mutations(void **state) {
         bd_serve_options unused;
         assert_int_equal(bd_serve_options_init(&unused, &err), BD_OK);
         bd_serve_options_deinit(&unused);
-        FILE *file = fopen(g_path, "w");
-        assert_non_null(file);
-        assert_int_equal(fwrite(copy, 1, bytes, file), bytes);
-        fclose(file);
+        write_file(copy, bytes);
         free(copy);
         bd_invocation inv;
         const char *args[] = {"serve", "--base", "x", "--config", g_path};

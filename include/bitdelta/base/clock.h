@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-uint64_t bd_now_us(void);          /* CLOCK_MONOTONIC */
-uint64_t bd_wall_seconds(void);    /* CLOCK_REALTIME, Unix seconds */
+uint64_t bd_now_us(void);       /* CLOCK_MONOTONIC */
+uint64_t bd_wall_seconds(void); /* CLOCK_REALTIME, Unix seconds */
 
 #endif

@@ -1,6 +1,6 @@
 /* mailbox.h - bounded queue of messages from many threads to one owner thread.
- * Messages are caller-owned nodes (intrusive), so posting never allocates; take() detaches the whole
- * list at once in posting order. The owner sleeps in wait() (futex) or polls the eventfd. */
+ * Messages are caller-owned nodes (intrusive), so posting never allocates; take() detaches the
+ * whole list at once in posting order. The owner sleeps in wait() (futex) or polls the eventfd. */
 #ifndef BITDELTA_BASE_MAILBOX_H
 #define BITDELTA_BASE_MAILBOX_H
 
@@ -23,9 +23,10 @@ void bd_mailbox_destroy(bd_mailbox *box);
 BD_MUST_CHECK bd_status bd_mailbox_post(bd_mailbox *box, bd_message *message);
 /* Owner thread: whole list in order (linked by next), or NULL. Clears the eventfd. */
 bd_message *bd_mailbox_take(bd_mailbox *box);
-/* Owner thread: sleep until something is posted, wake() is called or timeout_us passed. May return early. */
+/* Owner thread: sleep until something is posted, wake() is called or timeout_us passed. May return
+ * early. */
 void bd_mailbox_wait(bd_mailbox *box, uint64_t timeout_us);
-void bd_mailbox_wake(bd_mailbox *box);     /* any thread */
+void bd_mailbox_wake(bd_mailbox *box);         /* any thread */
 int bd_mailbox_eventfd(const bd_mailbox *box); /* -1 without one */
 
 #endif

@@ -1,5 +1,6 @@
 /* metrics.h - counters, gauges and histograms, written as Prometheus text 0.0.4.
- * Owner: the server. Threads: registering takes a lock; add/set/observe are atomic, from any thread. */
+ * Owner: the server. Threads: registering takes a lock; add/set/observe are atomic, from any
+ * thread. */
 #ifndef BITDELTA_BASE_METRICS_H
 #define BITDELTA_BASE_METRICS_H
 
@@ -26,8 +27,9 @@ bd_metric *bd_metrics_histogram(bd_metrics *metrics, const char *name, const cha
                                 const double *bounds, uint32_t bound_count, const bd_label *labels,
                                 uint32_t label_count);
 
-void bd_metric_add(bd_metric *metric, double amount); /* gauge, or counter: only what raises it counts */
-void bd_metric_set(bd_metric *metric, double value);  /* gauge */
+/* Gauge or counter; a counter ignores what would not raise it. */
+void bd_metric_add(bd_metric *metric, double amount);
+void bd_metric_set(bd_metric *metric, double value); /* gauge */
 void bd_metric_observe(bd_metric *metric, double value);
 double bd_metric_value(const bd_metric *metric); /* histogram: how many observations */
 

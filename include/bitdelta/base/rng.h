@@ -1,5 +1,5 @@
-/* rng.h - counter-based random numbers: Philox4x32-10 (Salmon et al., SC'11). A pure function of key and
- * counter, so a request's draws do not depend on what else runs. */
+/* rng.h - counter-based random numbers: Philox4x32-10 (Salmon et al., SC'11). A pure function of
+ * key and counter, so a request's draws do not depend on what else runs. */
 #ifndef BITDELTA_BASE_RNG_H
 #define BITDELTA_BASE_RNG_H
 

@@ -1,5 +1,6 @@
 /* status.h - the one error convention: a status value plus an optional message for people.
- * Threads: pure values, no global state. A bd_error belongs to the caller; NULL means "no detail wanted". */
+ * Threads: pure values, no global state. A bd_error belongs to the caller; NULL means "no detail
+ * wanted". */
 #ifndef BITDELTA_BASE_STATUS_H
 #define BITDELTA_BASE_STATUS_H
 
@@ -10,10 +11,11 @@
 extern "C" {
 #endif
 
-#define BD_MUST_CHECK __attribute__((warn_unused_result))
+#define BD_MUST_CHECK        __attribute__((warn_unused_result))
 #define BD_PRINTF(fmt, args) __attribute__((format(printf, fmt, args)))
 
-/* name, HTTP status that fits it, text. BD_AGAIN, BD_BUSY and BD_CANCELLED are outcomes, not errors. */
+/* name, HTTP status that fits it, text. BD_AGAIN, BD_BUSY and BD_CANCELLED are outcomes, not
+ * errors. */
 #define BD_STATUS_LIST(X)                                                                          \
     X(BD_OK, 200, "ok")                                                                            \
     X(BD_AGAIN, 503, "not ready yet")                                                              \

@@ -24,10 +24,12 @@ void bd_strbuf_append(bd_strbuf *buf, const void *data, size_t len_bytes);
 void bd_strbuf_puts(bd_strbuf *buf, const char *text);
 void bd_strbuf_printf(bd_strbuf *buf, const char *format, ...) BD_PRINTF(2, 3);
 
-/* Append a JSON string literal with quotes. Input is any bytes: invalid UTF-8 becomes U+FFFD (one per
- * maximal invalid part), control characters are escaped, NUL is \u0000, other text stays as it is. */
+/* Append a JSON string literal with quotes. Input is any bytes: invalid UTF-8 becomes U+FFFD (one
+ * per maximal invalid part), control characters are escaped, NUL is \u0000, other text stays as it
+ * is. */
 void bd_strbuf_json_string(bd_strbuf *buf, const char *text, size_t len_bytes);
-/* Shortest digits that read back as the same double; locale-free; NaN and infinities become null. */
+/* Shortest digits that read back as the same double; locale-free; NaN and infinities become null.
+ */
 void bd_strbuf_json_number(bd_strbuf *buf, double value);
 /* Shortest digits that read back as the same float (used for logprobs). */
 void bd_strbuf_json_float(bd_strbuf *buf, float value);
