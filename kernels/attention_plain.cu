@@ -14,8 +14,8 @@ __global__ void __launch_bounds__(128) rope_kv_kernel(const k_attention_args a) 
     const int m = (int)(item / all), h = (int)(item % all), overlay = a.row_overlay[m];
     const bool is_q = h < a.heads, is_v = h >= a.heads + a.kv_heads;
     const int head = is_q ? h : is_v ? h - a.heads - a.kv_heads : h - a.heads;
-    const float *from = is_q ? a.q_in : is_v ? a.v_in : a.k_in;
-    from += ((size_t)m * (is_q ? a.heads : a.kv_heads) + head) * a.head_dim;
+    const void *from = is_q ? a.q_in : is_v ? a.v_in : a.k_in;
+    const size_t at_in = (size_t)m * (is_q ? a.q_stride : a.kv_stride) + (size_t)head * a.head_dim;
     uint16_t *to;
     if (is_q) to = a.q + ((size_t)m * a.heads + head) * a.head_dim;
     else {
@@ -29,17 +29,20 @@ __global__ void __launch_bounds__(128) rope_kv_kernel(const k_attention_args a) 
         const float *own = overlay >= 0 ? (is_q ? a.q_gammas : a.k_gammas)[overlay] : nullptr;
         gamma = own ? own : is_q ? a.q_gamma : a.k_gamma;
         float square = 0;
-        for (int i = lane; i < a.head_dim; i += 32) square += from[i] * from[i];
+        for (int i = lane; i < a.head_dim; i += 32) {
+            float v = load_either(from, at_in + i, a.in_bf16);
+            square += v * v;
+        }
         factor = rsqrtf(warp_sum(square) / a.head_dim + a.eps);
     }
     const float one = a.norm_plus_one ? 1.f : 0.f;
     const int half = a.rotary_dim / 2;
     const float *phase = a.rope + ((size_t)a.row_rope[m] * a.rope_positions + a.positions[m]) * a.rotary_dim;
     for (int i = lane; i < a.head_dim; i += 32) {
-        float v = from[i] * factor * (gamma ? one + gamma[i] : 1.f);
+        float v = load_either(from, at_in + i, a.in_bf16) * factor * (gamma ? one + gamma[i] : 1.f);
         if (!is_v && i < a.rotary_dim) {
             int j = i < half ? i + half : i - half;
-            float other = from[j] * factor * (gamma ? one + gamma[j] : 1.f);
+            float other = load_either(from, at_in + j, a.in_bf16) * factor * (gamma ? one + gamma[j] : 1.f);
             float cosine = phase[2 * (i % half)], sine = phase[2 * (i % half) + 1];
             v = i < half ? v * cosine - other * sine : v * cosine + other * sine;
         }

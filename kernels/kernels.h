@@ -5,6 +5,7 @@
 #ifndef BITDELTA_KERNELS_KERNELS_H
 #define BITDELTA_KERNELS_KERNELS_H
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -48,6 +49,49 @@ typedef struct k_linear_args {
 } k_linear_args;
 cudaError_t k_linear_plain_bf16(const k_linear_args *args, cudaStream_t stream);
 
+/* ---- sm_90a: W_eff rebuilt in registers (bitdelta_gemm.cu) and exact decode (bitdelta_decode.cu) ---- */
+
+typedef struct k_gemm_tile { /* tokens [m0, m1) of one variant (a column of the overlay table, -1: base), m1 - m0 <= tok */
+    int32_t m0, m1, variant, pad;
+} k_gemm_tile;
+
+typedef struct k_gemm_args {
+    CUtensorMap w, x, y; /* W [n, k] box 128 x 64; x [rows, k] box (tok / 2) x 64; Y [rows, n] box 32 x 64; 128-byte swizzle */
+    const void *w_data;
+    void *y_data;        /* [rows, n] bf16 */
+    const float *bias;   /* base's [n], may be NULL */
+    const k_overlay_linear *overlays;
+    const k_gemm_tile *tiles;
+    int32_t tile_count, n, k;
+    int32_t group;       /* W-tile pairs per scheduling group */
+    int32_t sm_count;
+    int32_t pdl;         /* programmatic dependent launch: only x may come from the kernel just before in the stream */
+    int32_t first, count; /* range of the walk over pair-tiles; count 0: all */
+} k_gemm_args;
+/* (tok, split) in {(256, 1), (256, 2), (256, 4), (128, 1), (128, 2), (64, 1), (64, 2)}; k % 128 == 0 (split: k % (256 split)), n % 8 == 0 */
+cudaError_t k_gemm_bf16(const k_gemm_args *args, int tok, int split, bool delta, cudaStream_t stream);
+cudaError_t k_gemm_waves_bf16(const k_gemm_args *args, bool delta, cudaStream_t stream);
+
+typedef struct k_decode_args {
+    CUtensorMap w, x;      /* W [n, k] box 128 x 64; x [rows, k] box max(8, nb) x 64; 128-byte swizzle */
+    const void *w_data;
+    const uint8_t *planes; /* [k / 256][nb][512], scale [nb], sum [nb]: by k_planes_bf16; unused without variants */
+    const float *scale;
+    const int32_t *sum;
+    const k_overlay_linear *overlays;
+    const int32_t *columns; /* [variants] column of the overlay table of each slot */
+    const int32_t *slot;    /* [rows] slot of each row, -1: base */
+    const float *bias;      /* base's [n], may be NULL */
+    void *y;                /* [rows, n] bf16 */
+    unsigned long long *workspace; /* k_decode_workspace_bytes(), zero before the first call, left zero */
+    unsigned *ticket;       /* zero before the first call, left zero; not shared by launches that may overlap */
+    int32_t rows, n, k, variants, sm_count, pdl;
+    int32_t stages, frames, burst; /* set by the launcher */
+} k_decode_args;
+cudaError_t k_planes_bf16(uint8_t *planes, float *scale, int32_t *sum, const uint16_t *x, int rows, int k, int nb, cudaStream_t stream);
+uint64_t k_decode_workspace_bytes(int sm_count);
+cudaError_t k_decode_bf16(const k_decode_args *args, int nb, cudaStream_t stream);
+
 /* Sign chunks: [ceil(n / 128)][ceil(k / 256)] of 4096 bytes, see repack.cu. */
 uint64_t k_sign_bytes(uint32_t n, uint32_t k);
 /* src: rows of k / 8 bytes, contiguous, rows [first_row, first_row + row_count) of the plane at dst. */
@@ -66,20 +110,26 @@ cudaError_t k_embed_bf16(const k_embed_args *args, cudaStream_t stream);
 
 typedef struct k_norm_args {
     float *residual;         /* [rows, width], updated in place when add */
-    const float *proj;       /* [rows, width], read when add */
+    const void *proj;        /* [rows, width] float32, or bf16 when proj_bf16; read when add */
     uint16_t *normed;        /* [rows, width] bf16 */
     const float *gamma, *post_gamma;  /* the base's [width]; post NULL: no post norm */
     const float *const *gammas;       /* [overlay_count], NULL entries: the base's */
     const float *const *post_gammas;
     const int32_t *row_overlay;
     int32_t rows, width;
-    bool add, plus_one;
+    bool add, plus_one, proj_bf16;
     float eps;
 } k_norm_args;
 cudaError_t k_norm_residual_bf16(const k_norm_args *args, cudaStream_t stream);
 
 /* act[m][i] = f(gate[m][i]) * up[m][i]; gelu: tanh form, else SiLU */
-cudaError_t k_gate_bf16(uint16_t *act, const float *gate, const float *up, uint64_t count, bool gelu, cudaStream_t stream);
+typedef struct k_gate_args {
+    uint16_t *act;          /* [rows, width] bf16 */
+    const void *gate, *up;  /* rows in_stride elements apart: float32, or bf16 when in_bf16 */
+    int32_t rows, width, in_stride;
+    bool in_bf16, gelu;
+} k_gate_args;
+cudaError_t k_gate_bf16(const k_gate_args *args, cudaStream_t stream);
 
 /* Paged KV of one layer: [block][key, value][kv_head][block_tokens][head_dim] bf16 */
 typedef struct k_seq {
@@ -87,7 +137,9 @@ typedef struct k_seq {
 } k_seq;
 
 typedef struct k_attention_args {
-    const float *q_in, *k_in, *v_in;  /* [rows, heads * head_dim] and [rows, kv_heads * head_dim] float32 */
+    /* [rows, heads * head_dim] and [rows, kv_heads * head_dim], rows q_stride and kv_stride elements apart: float32, or bf16 when
+     * in_bf16 */
+    const void *q_in, *k_in, *v_in;
     uint16_t *q;                      /* [rows, heads * head_dim] bf16, after norm and rope */
     uint16_t *kv;                     /* this layer's cache */
     uint16_t *out;                    /* [rows, heads * head_dim] bf16 */
@@ -101,7 +153,8 @@ typedef struct k_attention_args {
     const float *const *q_gammas, *const *k_gammas; /* [overlay_count] */
     const int32_t *row_overlay;
     int32_t rows, heads, kv_heads, head_dim, rotary_dim, block_tokens, rope_positions;
-    bool use_window, norm_plus_one;
+    int32_t q_stride, kv_stride;
+    bool use_window, norm_plus_one, in_bf16;
     float scale, softcap, eps;
 } k_attention_args;
 cudaError_t k_rope_kv_write_bf16(const k_attention_args *args, cudaStream_t stream);

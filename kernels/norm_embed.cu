@@ -25,17 +25,23 @@ __global__ void __launch_bounds__(256) norm_kernel(const k_norm_args a) {
     const float one = a.plus_one ? 1.f : 0.f;
     float *r = a.residual + (size_t)m * a.width;
     if (a.add) {
-        const float *p = a.proj + (size_t)m * a.width;
+        const size_t p = (size_t)m * a.width;
         float factor = 1;
         const float *post = nullptr;
         if (a.post_gamma) {
             const float *own_post = overlay >= 0 ? a.post_gammas[overlay] : nullptr;
             post = own_post ? own_post : a.post_gamma;
             float square = 0;
-            for (int i = threadIdx.x; i < a.width; i += blockDim.x) square += p[i] * p[i];
+            for (int i = threadIdx.x; i < a.width; i += blockDim.x) {
+                float v = load_either(a.proj, p + i, a.proj_bf16);
+                square += v * v;
+            }
             factor = rsqrtf(block_sum(square, red) / a.width + a.eps);
         }
-        for (int i = threadIdx.x; i < a.width; i += blockDim.x) r[i] += post ? p[i] * factor * (one + post[i]) : p[i];
+        for (int i = threadIdx.x; i < a.width; i += blockDim.x) {
+            float v = load_either(a.proj, p + i, a.proj_bf16);
+            r[i] += post ? v * factor * (one + post[i]) : v;
+        }
     }
     float square = 0;
     for (int i = threadIdx.x; i < a.width; i += blockDim.x) square += r[i] * r[i];
@@ -44,12 +50,13 @@ __global__ void __launch_bounds__(256) norm_kernel(const k_norm_args a) {
         a.normed[(size_t)m * a.width + i] = float_bf16(r[i] * factor * (one + gamma[i]));
 }
 
-template <bool GELU> __global__ void __launch_bounds__(256) gate_kernel(uint16_t *act, const float *gate, const float *up, uint64_t count) {
-    uint64_t i = blockIdx.x * (uint64_t)blockDim.x + threadIdx.x;
-    if (i >= count) return;
-    float g = gate[i];
-    float f = GELU ? 0.5f * g * (1.f + tanhf(0.7978845608028654f * (g + 0.044715f * g * g * g))) : g / (1.f + expf(-g));
-    act[i] = float_bf16(f * up[i]);
+// act[m][i] = f(gate[m][i]) * up[m][i]
+__global__ void __launch_bounds__(256) gate_kernel(const k_gate_args a) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x, m = blockIdx.y;
+    if (i >= a.width) return;
+    float g = load_either(a.gate, (size_t)m * a.in_stride + i, a.in_bf16);
+    float f = a.gelu ? 0.5f * g * (1.f + tanhf(0.7978845608028654f * (g + 0.044715f * g * g * g))) : g / (1.f + expf(-g));
+    a.act[(size_t)m * a.width + i] = float_bf16(f * load_either(a.up, (size_t)m * a.in_stride + i, a.in_bf16));
 }
 
 __global__ void __launch_bounds__(256) gather_kernel(uint16_t *dst, const uint16_t *src, const int32_t *rows, int width) {
@@ -71,11 +78,9 @@ extern "C" cudaError_t k_norm_residual_bf16(const k_norm_args *a, cudaStream_t s
     return cudaGetLastError();
 }
 
-extern "C" cudaError_t k_gate_bf16(uint16_t *act, const float *gate, const float *up, uint64_t count, bool gelu, cudaStream_t stream) {
-    if (!count) return cudaSuccess;
-    unsigned blocks = (unsigned)((count + 255) / 256);
-    if (gelu) gate_kernel<true><<<blocks, 256, 0, stream>>>(act, gate, up, count);
-    else gate_kernel<false><<<blocks, 256, 0, stream>>>(act, gate, up, count);
+extern "C" cudaError_t k_gate_bf16(const k_gate_args *a, cudaStream_t stream) {
+    if (!a->rows) return cudaSuccess;
+    gate_kernel<<<dim3((unsigned)(a->width + 255) / 256, (unsigned)a->rows), 256, 0, stream>>>(*a);
     return cudaGetLastError();
 }
 

@@ -121,7 +121,7 @@ static void check(attention_case c) {
     k_attention_args args = {.q_in = q_in.data, .k_in = k_in.data, .v_in = v_in.data, .q = q.data, .kv = kv.data, .out = out.data, .rope = rope.data,
                              .row_rope = zeros.data, .row_window = windows.data, .positions = positions.data, .seq_of_row = seq_of_row.data, .seqs = seqs.data,
                              .kv_blocks = table.data, .q_gamma = c.norm ? q_gamma.data : NULL, .k_gamma = c.norm ? k_gamma.data : NULL, .row_overlay = none.data,
-                             .rows = w.rows, .heads = c.heads, .kv_heads = c.kv_heads, .head_dim = c.head_dim, .rotary_dim = c.rotary_dim, .block_tokens = c.block_tokens,
+                             .rows = w.rows, .q_stride = c.heads * c.head_dim, .kv_stride = c.kv_heads * c.head_dim, .heads = c.heads, .kv_heads = c.kv_heads, .head_dim = c.head_dim, .rotary_dim = c.rotary_dim, .block_tokens = c.block_tokens,
                              .rope_positions = POSITIONS, .use_window = c.window > 0, .scale = (float)(1 / sqrt(c.head_dim)), .softcap = c.softcap, .eps = 1e-6f};
     CUDA_OK(k_rope_kv_write_bf16(&args, NULL));
     CUDA_OK(k_attention_plain_bf16(&args, NULL));

@@ -8,11 +8,13 @@
 #include <stdatomic.h>
 
 #include "bitdelta/backend/cuda.h"
+#include "fast.h"
 #include "kernels.h"
 
 #define CUDA_OVERLAYS_MAX  64u        /* distinct variants in one step */
 #define CUDA_EDITS_MAX     (1u << 20) /* logit edits of one step */
 #define CUDA_SAMPLE_ROWS   64u        /* rows sampled at a time: bounds the scratch */
+#define CUDA_SM_MAX        256        /* more multiprocessors than this are left unused by decode */
 #define CUDA_STAGING_BYTES (8u << 20)
 
 typedef struct cuda_shape { /* element counts derived from the config, one rank */
@@ -73,6 +75,9 @@ typedef struct bd_cuda {
     cuda_upload upload;
     cuda_staging base_staging, delta_staging;
     cuda_step step;
+    cuda_fast fast;
+    cuda_fast_step fast_step;
+    bool qkv_bf16, proj_bf16; /* how the last qkv and the last o or down product were left */
 } bd_cuda;
 
 static inline bd_cuda *cuda_of(bd_backend *backend) {
@@ -106,6 +111,11 @@ void cuda_staging_close(cuda_staging *staging);
 /* The next staging half, free to be overwritten. */
 bd_status cuda_staging_next(bd_cuda *cuda, cuda_staging *staging, uint32_t *half, bd_error *err);
 
+/* Room for count elements: the host address to fill; *device is where the kernels will find it.
+ * NULL: it does not fit. */
+void *cuda_upload_reserve(bd_cuda *cuda, size_t count, size_t element_bytes, const void **device);
+const float *cuda_group_bias(const bd_cuda *cuda, uint32_t layer,
+                             bd_group group); /* the base's, NULL: none */
 size_t cuda_upload_bytes(const bd_backend_options *options, const cuda_shape *shape);
 bd_status cuda_step_begin(bd_backend *backend, const bd_step *step, bd_error *err);
 bd_status cuda_step_wait(bd_backend *backend, const bd_step *step, uint64_t deadline_us,

@@ -53,13 +53,16 @@ static void weights_carve(bd_cuda *cuda, const cuda_shape *shape, const bd_model
     const size_t table = (size_t)shape->vocab * shape->hidden * 2;
     carve(ctx, cuda ? (void **)&cuda->embed : &unused, table);
     if (!config->tied) carve(ctx, cuda ? (void **)&cuda->head : &unused, table);
-    for (uint32_t layer = 0; layer < shape->layers; layer++)
-        for (uint32_t i = 0; i < BD_LINEAR_COUNT; i++) {
+    /* A layer's matrices lie one behind the other, and so do its biases: the fast path reads q, k,
+     * v (gate, up) as one. */
+    for (uint32_t layer = 0; layer < shape->layers; layer++) {
+        for (uint32_t i = 0; i < BD_LINEAR_COUNT; i++)
             carve(ctx, cuda ? (void **)&cuda->linears[layer][i] : &unused,
                   (size_t)shape->linear_n[i] * shape->linear_k[i] * 2);
+        for (uint32_t i = 0; i < BD_LINEAR_COUNT; i++)
             carve(ctx, cuda ? (void **)&cuda->biases[layer][i] : &unused,
                   (size_t)shape->linear_n[i] * 4);
-        }
+    }
     for (uint32_t layer = 0; layer <= shape->layers; layer++)
         for (uint32_t i = 0; i < BD_NORM_COUNT; i++)
             carve(ctx, cuda ? (void **)&cuda->norms[layer][i] : &unused,
@@ -86,6 +89,16 @@ static void workspace_carve(bd_cuda *cuda, const cuda_shape *shape, const bd_bac
     CARVE(results, logits * sizeof(k_sample_result));
     CARVE(rope, (size_t)o->rope_tables_max * o->max_model_len * o->config->rope.rotary_dim * 4);
     CARVE(upload.device, cuda_upload_bytes(o, shape));
+    const size_t fused = shape->q_width + 2 * (size_t)shape->kv_width,
+                 gated = 2 * (size_t)shape->ffn;
+    CARVE(fast.fused, rows * (fused > gated ? fused : gated) * 2);
+    const size_t k_max = shape->ffn > shape->q_width ? shape->ffn : shape->q_width;
+    CARVE(fast.planes,
+          (k_max > shape->hidden ? k_max : shape->hidden) / 8 * CUDA_DECODE_ROWS_MAX * 16 + 8192);
+    CARVE(fast.plane_scale, CUDA_DECODE_ROWS_MAX * 4);
+    CARVE(fast.plane_sum, CUDA_DECODE_ROWS_MAX * 4);
+    CARVE(fast.workspace, k_decode_workspace_bytes(CUDA_SM_MAX));
+    CARVE(fast.tickets, CUDA_TICKETS * sizeof(unsigned));
     for (int i = 0; i < 2; i++)
         CARVE(delta_staging.device[i], CUDA_STAGING_BYTES);
 #undef CARVE
@@ -208,6 +221,7 @@ bd_status cuda_open(const bd_backend_options *options, bd_backend **out, bd_erro
     if ((s = cuda_plan(options, &cuda->plan, err)) != BD_OK) goto fail;
     if ((s = arenas_open(cuda, err)) != BD_OK) goto fail;
     if ((s = streams_open(cuda, err)) != BD_OK) goto fail;
+    cuda_fast_open(cuda);
     *out = &cuda->base;
     return BD_OK;
 fail:
@@ -231,6 +245,7 @@ void cuda_close(bd_backend *backend) {
     cudaFree(cuda->kv);
     cudaFree(cuda->workspace);
     cudaFree(cuda->weights);
+    cuda_fast_close(cuda);
     free(cuda->norms);
     free(cuda->biases);
     free(cuda->linears);

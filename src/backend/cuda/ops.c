@@ -30,6 +30,7 @@ bd_status cuda_norm_residual(bd_backend *backend, const bd_step *step, uint32_t 
     const bool with_post = add && post != BD_NORM_COUNT;
     const k_norm_args args = {.residual = cuda->residual,
                               .proj = cuda->proj,
+                              .proj_bf16 = cuda->proj_bf16,
                               .normed = cuda->normed,
                               .gamma = cuda->norms[layer][kind],
                               .post_gamma = with_post ? cuda->norms[post_layer][post] : NULL,
@@ -63,48 +64,82 @@ static bd_status linear_one(bd_cuda *cuda, uint32_t layer, bd_linear which, cons
     return cuda_check(cuda, k_linear_plain_bf16(&args, cuda->stream), "linear", err);
 }
 
-bd_status cuda_linear(bd_backend *backend, const bd_step *step, uint32_t layer, bd_group group,
-                      bd_error *err) {
-    bd_cuda *cuda = cuda_of(backend);
+const float *cuda_group_bias(const bd_cuda *cuda, uint32_t layer, bd_group group) {
     const bd_model_config *config = cuda->config;
-    bd_status s;
     switch (group) {
     case BD_GROUP_QKV:
-        if ((s = linear_one(cuda, layer, BD_LINEAR_Q, cuda->normed, cuda->q_in, config->qkv_bias,
-                            err)) != BD_OK)
-            return s;
-        if ((s = linear_one(cuda, layer, BD_LINEAR_K, cuda->normed, cuda->k_in, config->qkv_bias,
-                            err)) != BD_OK)
-            return s;
-        return linear_one(cuda, layer, BD_LINEAR_V, cuda->normed, cuda->v_in, config->qkv_bias,
-                          err);
+        return config->qkv_bias ? cuda->biases[layer][BD_LINEAR_Q] : NULL;
     case BD_GROUP_O:
-        return linear_one(cuda, layer, BD_LINEAR_O, cuda->attn, cuda->proj, config->o_bias, err);
+        return config->o_bias ? cuda->biases[layer][BD_LINEAR_O] : NULL;
     case BD_GROUP_GATE_UP:
-        if ((s = linear_one(cuda, layer, BD_LINEAR_GATE, cuda->normed, cuda->gate, config->mlp_bias,
-                            err)) != BD_OK)
-            return s;
-        if ((s = linear_one(cuda, layer, BD_LINEAR_UP, cuda->normed, cuda->up, config->mlp_bias,
-                            err)) != BD_OK)
-            return s;
-        return cuda_check(cuda,
-                          k_gate_bf16(cuda->act, cuda->gate, cuda->up,
-                                      (uint64_t)step->row_count * cuda->shape.ffn,
-                                      config->activation == BD_ACT_GELU_TANH, cuda->stream),
-                          "activation", err);
+        return config->mlp_bias ? cuda->biases[layer][BD_LINEAR_GATE] : NULL;
     case BD_GROUP_DOWN:
-        return linear_one(cuda, layer, BD_LINEAR_DOWN, cuda->act, cuda->proj, config->mlp_bias,
-                          err);
+        return config->mlp_bias ? cuda->biases[layer][BD_LINEAR_DOWN] : NULL;
+    }
+    return NULL;
+}
+
+static bd_status plain_linear(bd_cuda *cuda, uint32_t layer, bd_group group, bd_error *err) {
+    bd_status s;
+    const bool bias = cuda_group_bias(cuda, layer, group) != NULL;
+    switch (group) {
+    case BD_GROUP_QKV:
+        if ((s = linear_one(cuda, layer, BD_LINEAR_Q, cuda->normed, cuda->q_in, bias, err)) !=
+            BD_OK)
+            return s;
+        if ((s = linear_one(cuda, layer, BD_LINEAR_K, cuda->normed, cuda->k_in, bias, err)) !=
+            BD_OK)
+            return s;
+        return linear_one(cuda, layer, BD_LINEAR_V, cuda->normed, cuda->v_in, bias, err);
+    case BD_GROUP_O:
+        return linear_one(cuda, layer, BD_LINEAR_O, cuda->attn, cuda->proj, bias, err);
+    case BD_GROUP_GATE_UP:
+        if ((s = linear_one(cuda, layer, BD_LINEAR_GATE, cuda->normed, cuda->gate, bias, err)) !=
+            BD_OK)
+            return s;
+        return linear_one(cuda, layer, BD_LINEAR_UP, cuda->normed, cuda->up, bias, err);
+    case BD_GROUP_DOWN:
+        return linear_one(cuda, layer, BD_LINEAR_DOWN, cuda->act, cuda->proj, bias, err);
     }
     return bd_fail(err, BD_E_INTERNAL, "linear", "unknown group");
 }
 
+static bd_status activate(bd_cuda *cuda, const bd_step *step, bool fast, bd_error *err) {
+    const uint32_t ffn = cuda->shape.ffn;
+    const k_gate_args args = {.act = cuda->act,
+                              .gate = fast ? (const void *)cuda->fast.fused : cuda->gate,
+                              .up = fast ? (const void *)(cuda->fast.fused + ffn) : cuda->up,
+                              .rows = (int32_t)step->row_count,
+                              .width = (int32_t)ffn,
+                              .in_stride = (int32_t)(fast ? 2 * ffn : ffn),
+                              .in_bf16 = fast,
+                              .gelu = cuda->config->activation == BD_ACT_GELU_TANH};
+    return cuda_check(cuda, k_gate_bf16(&args, cuda->stream), "activation", err);
+}
+
+bd_status cuda_linear(bd_backend *backend, const bd_step *step, uint32_t layer, bd_group group,
+                      bd_error *err) {
+    bd_cuda *cuda = cuda_of(backend);
+    const bool fast = cuda->fast_step.usable && cuda->fast.groups[group].fast;
+    const bd_status s = fast ? cuda_fast_linear(cuda, step, layer, group, err)
+                             : plain_linear(cuda, layer, group, err);
+    if (s != BD_OK) return s;
+    if (group == BD_GROUP_QKV) cuda->qkv_bf16 = fast;
+    if (group == BD_GROUP_O || group == BD_GROUP_DOWN) cuda->proj_bf16 = fast;
+    return group == BD_GROUP_GATE_UP ? activate(cuda, step, fast, err) : BD_OK;
+}
+
 static k_attention_args attention_args(const bd_cuda *cuda, const bd_step *step, uint32_t layer) {
     const bd_model_config *config = cuda->config;
-    const bool norm = config->qk_norm;
-    return (k_attention_args){.q_in = cuda->q_in,
-                              .k_in = cuda->k_in,
-                              .v_in = cuda->v_in,
+    const bool norm = config->qk_norm, fast = cuda->qkv_bf16;
+    const uint32_t q = cuda->shape.q_width, kv = cuda->shape.kv_width;
+    const uint16_t *fused = cuda->fast.fused;
+    return (k_attention_args){.q_in = fast ? (const void *)fused : cuda->q_in,
+                              .k_in = fast ? (const void *)(fused + q) : cuda->k_in,
+                              .v_in = fast ? (const void *)(fused + q + kv) : cuda->v_in,
+                              .q_stride = (int32_t)(fast ? q + 2 * kv : q),
+                              .kv_stride = (int32_t)(fast ? q + 2 * kv : kv),
+                              .in_bf16 = fast,
                               .q = cuda->q,
                               .kv = (uint16_t *)(void *)cuda->kv + layer * cuda->kv_layer_elements,
                               .out = cuda->attn,

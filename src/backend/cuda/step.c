@@ -22,15 +22,14 @@ size_t cuda_upload_bytes(const bd_backend_options *o, const cuda_shape *shape) {
     bytes += o->seqs_max * (sizeof(k_seq) + blocks_per_seq * 4);
     bytes +=
         o->logits_rows_max * (2 * 4 + sizeof(k_segment) + sizeof(k_tile) + sizeof(k_sample_row));
+    bytes += (size_t)o->rows_max * 3 * sizeof(k_gemm_tile) + 2 * CUDA_DECODE_ROWS_MAX * 4;
     bytes += (size_t)CUDA_EDITS_MAX * sizeof(k_edit);
     bytes += CUDA_OVERLAYS_MAX * (items * sizeof(k_overlay_linear) +
                                   (shape->layers + 1u) * BD_NORM_COUNT * sizeof(void *));
     return bytes + 64 * 256;
 }
 
-/* Room for count elements: the host address to fill; *device is where the kernels will find it.
- * NULL: it does not fit. */
-static void *reserve(bd_cuda *cuda, size_t count, size_t element_bytes, const void **device) {
+void *cuda_upload_reserve(bd_cuda *cuda, size_t count, size_t element_bytes, const void **device) {
     const size_t bytes = (count * element_bytes + 255u) & ~(size_t)255u;
     if (bytes > cuda->upload.cap_bytes - cuda->upload.used_bytes) return NULL;
     void *host = cuda->upload.host + cuda->upload.used_bytes;
@@ -39,7 +38,7 @@ static void *reserve(bd_cuda *cuda, size_t count, size_t element_bytes, const vo
     return host;
 }
 #define RESERVE(count, type, device)                                                               \
-    ((type *)reserve(cuda, (count), sizeof(type), (const void **)(device)))
+    ((type *)cuda_upload_reserve(cuda, (count), sizeof(type), (const void **)(device)))
 
 static uint32_t tiles_fill(k_tile *tiles, const k_segment *segments, uint32_t segment_count,
                            uint32_t row_count, uint32_t *rows_max) {
@@ -239,8 +238,9 @@ bd_status cuda_step_begin(bd_backend *backend, const bd_step *step, bd_error *er
     if (s != BD_OK) return s;
     cuda->upload.used_bytes = 0;
     cuda->step = (cuda_step){0};
+    cuda->qkv_bf16 = cuda->proj_bf16 = false;
     if (!rows_fill(cuda, step) || !seqs_fill(cuda, step) || !logits_fill(cuda, step) ||
-        !overlays_fill(cuda, step))
+        !overlays_fill(cuda, step) || !cuda_fast_step_fill(cuda, step))
         return bd_fail(err, BD_E_LIMIT, "step", "its tables exceed %zu bytes",
                        cuda->upload.cap_bytes);
     return cuda_check(cuda,

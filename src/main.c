@@ -1,0 +1,133 @@
+/* main.c - the subcommands: options in, exit status out. The only file that ends the process.
+ * Exit status: 0 done, 1 the input or environment is at fault, 2 wrong usage, 3 an internal fault.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "bitdelta/base/log.h"
+#include "bitdelta/config/options.h"
+#include "bitdelta/tools/compress.h"
+#include "bitdelta/tools/generate.h"
+#include "bitdelta/tools/inspect.h"
+#include "bitdelta/tools/tokenize.h"
+#include "serve.h"
+
+enum { EXIT_DONE = 0, EXIT_INPUT = 1, EXIT_USAGE = 2, EXIT_INTERNAL = 3 };
+
+static int exit_of(bd_status status) {
+    return status == BD_OK ? EXIT_DONE : status == BD_E_INTERNAL ? EXIT_INTERNAL : EXIT_INPUT;
+}
+
+static void complain(const bd_error *err) {
+    if (err->subject[0])
+        fprintf(stderr, "bitdelta: %s: %s\n", err->subject, err->message);
+    else
+        fprintf(stderr, "bitdelta: %s\n", err->message);
+}
+
+static int help_run(const bd_help_options *options, bd_error *err) {
+    bd_strbuf text;
+    bd_strbuf_init(&text, 0);
+    bd_status status = BD_OK;
+    if (options->reference)
+        bd_reference_write(&text);
+    else
+        status = bd_help_write(&text, options->topic, err);
+    if (status == BD_OK && text.failed) status = bd_fail(err, BD_E_MEMORY, "help", "out of memory");
+    if (status == BD_OK) fputs(text.data, stdout);
+    bd_strbuf_deinit(&text);
+    return status == BD_OK ? EXIT_DONE : EXIT_USAGE;
+}
+
+static int generate_run(const bd_generate_options *o, bd_error *err) {
+    const bd_generate_request request = {.base_dir = o->base_path,
+                                         .delta_dir = o->delta_dir,
+                                         .finetuned_dir = o->finetuned_dir,
+                                         .lora_dir = o->lora_dir,
+                                         .prompt = o->prompt,
+                                         .prompt_ids = o->prompt_ids.ids,
+                                         .prompt_id_count = o->prompt_ids.count,
+                                         .max_tokens = o->max_tokens,
+                                         .greedy = o->greedy,
+                                         .temperature = (float)o->temperature,
+                                         .top_p = (float)o->top_p,
+                                         .seed = o->seed,
+                                         .ignore_eos = o->ignore_eos,
+                                         .json = o->json,
+                                         .dump_logits = o->dump_logits_path,
+                                         .chunk_tokens = o->chunk_tokens,
+                                         .thread_count = o->threads,
+                                         .backend = (bd_backend_choice)o->backend};
+    return bd_generate_main(&request, err);
+}
+
+static int compress_run(const bd_compress_options *o, bd_error *err) {
+    static const char *const embeddings[] = {"sign", "full", "base"};
+    if (o->calibrate_path)
+        return exit_of(
+            bd_fail(err, BD_E_UNSUPPORTED, "calibrate", "this build has no calibration"));
+    const bd_compress_request request = {.base_dir = o->base_path,
+                                         .finetuned_dir = o->finetuned_path,
+                                         .out_dir = o->out_path,
+                                         .scale =
+                                             o->scale == BD_OPTION_SCALE_ROW ? "row" : "matrix",
+                                         .embeddings = embeddings[o->embeddings],
+                                         .base_name = o->base_name,
+                                         .variant_name = o->variant,
+                                         .bits = o->bits,
+                                         .shards = o->shards,
+                                         .threads = o->threads,
+                                         .dry_run = o->dry_run,
+                                         .force = o->force,
+                                         .json = o->json};
+    return exit_of(bd_compress_run(&request, stdout, stderr, err));
+}
+
+static int run(const bd_invocation *invocation, bd_error *err) {
+    switch (invocation->command) {
+    case BD_COMMAND_SERVE: {
+        bd_log_level_set((bd_log_level)invocation->serve.log_level);
+        return exit_of(bd_serve_run(&invocation->serve, err));
+    }
+    case BD_COMMAND_COMPRESS:
+        return compress_run(&invocation->compress, err);
+    case BD_COMMAND_INSPECT:
+        return exit_of(bd_inspect_run(invocation->inspect.path, invocation->inspect.verify,
+                                      invocation->inspect.json, stdout, err));
+    case BD_COMMAND_GENERATE:
+        return generate_run(&invocation->generate, err);
+    case BD_COMMAND_TOKENIZE:
+        return bd_tokenize_main(invocation->tokenize.tokenizer_path, invocation->tokenize.decode,
+                                err);
+    case BD_COMMAND_VERSION:
+        puts("bitdelta " BD_VERSION);
+        return EXIT_DONE;
+    case BD_COMMAND_HELP:
+        return help_run(&invocation->help, err);
+    case BD_COMMAND_COUNT:
+        break;
+    }
+    return exit_of(bd_fail(err, BD_E_INTERNAL, "command", "no such command"));
+}
+
+int main(int argc, char **argv) {
+    bd_error err;
+    bd_error_clear(&err);
+    bd_invocation invocation;
+    bd_status status =
+        bd_invocation_parse(&invocation, argc - 1, (const char *const *)argv + 1, &err);
+    if (status != BD_OK) {
+        complain(&err);
+        if (invocation.wrong_usage) fputs("try: bitdelta help\n", stderr);
+        return invocation.wrong_usage ? EXIT_USAGE : exit_of(status);
+    }
+    const int code = run(&invocation, &err);
+    if (code != EXIT_DONE) complain(&err);
+    bd_invocation_deinit(&invocation);
+    /* Output that could not be written (a full disk, a closed pipe) is not success. */
+    if (code == EXIT_DONE && (fflush(stdout) != 0 || ferror(stdout))) {
+        fputs("bitdelta: cannot write to standard output\n", stderr);
+        return EXIT_INPUT;
+    }
+    return code;
+}
