@@ -77,12 +77,60 @@ ARCH_TEST(qwen3, "qwen3")
 ARCH_TEST(phi3, "phi3")
 ARCH_TEST(gemma2, "gemma2")
 
+typedef struct gate_log {
+    uint32_t calls, fail_at;
+    bool in_order;
+} gate_log;
+
+static bd_status log_gate(void *ctx, uint32_t index, bd_error *err) {
+    gate_log *log = ctx;
+    log->in_order = log->in_order && index == log->calls;
+    log->calls++;
+    return index == log->fail_at ? bd_fail(err, BD_E_VARIANT, "gate", "not loaded") : BD_OK;
+}
+
+/* A step stops at the gate of a layer that will not come: nothing of that layer runs. */
+static void gates_are_passed_in_order(void **state) {
+    bd_error err = {0};
+    bd_model *model;
+    (void)state;
+    bd_model_options options = ms_options("tests/data/arch/qwen3");
+    options.kv_tokens = 64;
+    MS_OK(bd_model_open(&options, &model, &err), err);
+    const int32_t token = 7;
+    const uint32_t zero = 0;
+    const bd_seq seq = {.row_count = 1, .kv_blocks = &zero};
+    const bd_segment segment = {.overlay = -1, .row_count = 1};
+    const bd_logits_row row = {.target = -1};
+    const bd_step step = {
+        .id = 1,
+        .row_count = 1,
+        .seq_count = 1,
+        .segment_count = 1,
+        .logits_row_count = 1,
+        .tokens = &token,
+        .positions = &zero,
+        .seq_of_row = &zero,
+        .seqs = &seq,
+        .segments = &segment,
+        .logits_rows = &row,
+    };
+    gate_log log = {.fail_at = UINT32_MAX, .in_order = true};
+    MS_OK(bd_model_forward(model, &step, log_gate, &log, &err), err);
+    assert_true(log.in_order);
+    assert_int_equal(log.calls, bd_model_config_of(model)->layers + 2);
+    log = (gate_log){.fail_at = 2, .in_order = true};
+    assert_int_equal(bd_model_forward(model, &step, log_gate, &log, &err), BD_E_VARIANT);
+    assert_int_equal(log.calls, 3);
+    bd_model_close(model);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(llama3_rope),    cmocka_unit_test(llama_gqa),
         cmocka_unit_test(mistral_window), cmocka_unit_test(qwen2),
         cmocka_unit_test(qwen3),          cmocka_unit_test(phi3),
-        cmocka_unit_test(gemma2),
+        cmocka_unit_test(gemma2),         cmocka_unit_test(gates_are_passed_in_order),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
