@@ -60,6 +60,7 @@ bd_status bd_load_array(bd_load *load, const cJSON *object, const char *where, c
 }
 
 bd_status bd_load_id(bd_load *load, const cJSON *item, const char *where, uint32_t *id) {
+    *id = 0;
     if (cJSON_IsNumber(item) && item->valuedouble >= 0 &&
         item->valuedouble < (double)BD_TOKENIZER_VOCAB_MAX) {
         *id = (uint32_t)item->valuedouble;
