@@ -2,7 +2,7 @@
  * Exit status: 0 done, 1 the input or environment is at fault, 2 wrong usage, 3 an internal fault.
  */
 #include <stdio.h>
-#include <stdlib.h>
+#include <string.h>
 
 #include "bitdelta/base/log.h"
 #include "bitdelta/config/options.h"
@@ -18,8 +18,9 @@ static int exit_of(bd_status status) {
     return status == BD_OK ? EXIT_DONE : status == BD_E_INTERNAL ? EXIT_INTERNAL : EXIT_INPUT;
 }
 
+/* Most messages name their subject already. */
 static void complain(const bd_error *err) {
-    if (err->subject[0])
+    if (err->subject[0] && !strstr(err->message, err->subject))
         fprintf(stderr, "bitdelta: %s: %s\n", err->subject, err->message);
     else
         fprintf(stderr, "bitdelta: %s\n", err->message);
@@ -40,6 +41,9 @@ static int help_run(const bd_help_options *options, bd_error *err) {
 }
 
 static int generate_run(const bd_generate_options *o, bd_error *err) {
+    if (o->dtype != BD_OPTION_DTYPE_AUTO)
+        return exit_of(bd_fail(err, BD_E_UNSUPPORTED, "--dtype",
+                               "only auto: float32 on the CPU, bf16 on CUDA"));
     const bd_generate_request request = {.base_dir = o->base_path,
                                          .delta_dir = o->delta_dir,
                                          .finetuned_dir = o->finetuned_dir,

@@ -291,10 +291,22 @@ static bd_status base_name(server *s, bd_error *err) {
     return BD_OK;
 }
 
+/* Keys that the configuration knows and this version cannot honour are refused, not ignored. */
+static bd_status refuse_absent(const bd_serve_options *o, bd_error *err) {
+    if (o->tenants_path)
+        return bd_fail(err, BD_E_UNSUPPORTED, "tenants",
+                       "tenants are not supported by this version; use api_keys");
+    if (o->host_bytes)
+        return bd_fail(err, BD_E_UNSUPPORTED, "cache.host_bytes",
+                       "this version keeps no deltas in host memory; the page cache does");
+    return BD_OK;
+}
+
 static bd_status open_all(server *s, bd_error *err) {
     bd_status status;
     s->metrics = bd_metrics_create(METRIC_SERIES_MAX);
     if (!s->metrics) return bd_fail(err, BD_E_MEMORY, "metrics", "out of memory");
+    if ((status = refuse_absent(s->options, err)) != BD_OK) return status;
     if ((status = base_name(s, err)) != BD_OK) return status;
     if ((status = open_http(s, err)) != BD_OK) return status;
     if ((status = open_model(s, err)) != BD_OK) return status;
@@ -330,7 +342,9 @@ static void *second_signal(void *ctx) {
     int number;
     sigwait(set, &number);
     bd_log(BD_LOG_WARN, "serve", "second signal: leaving at once");
-    _exit(1);
+    signal(number, SIG_DFL);
+    pthread_sigmask(SIG_UNBLOCK, set, NULL);
+    raise(number);
     return NULL;
 }
 
