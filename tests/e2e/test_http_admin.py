@@ -1,0 +1,225 @@
+"""The admin listener, loading, faulty variants, draining, start-up faults."""
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+
+import pytest
+import requests
+from conftest import BASE, BINARY, ROOT, VARIANTS, error_of, events_of, eventually, start_server
+from raw_http import Reader, request
+
+
+def variants(server):
+    body = requests.get(server.admin_url + "/admin/variants", timeout=20).json()
+    return {v["name"]: v for v in body["variants"]}
+
+
+def verb(server, name, what, status=200):
+    answer = requests.post(f"{server.admin_url}/admin/variants/{name}/{what}", timeout=20)
+    assert answer.status_code == status, answer.text
+    return answer
+
+
+def test_variants_list(launch):
+    server = launch()
+    infos = variants(server)
+    assert sorted(infos) == VARIANTS and all(v["state"] == "absent" and v["loads"] == 0 for v in infos.values())
+    server.complete("x", VARIANTS[0], max_tokens=1)
+    info = variants(server)[VARIANTS[0]]
+    assert info["state"] == "ready" and info["loads"] == 1 and info["page_bytes"] > 0 and info["file_bytes"] > 900_000
+    assert info["load_seconds"] > 0 and info["idle_seconds"] < 30 and info["rate_per_s"] > 0 and info["references"] == 0
+    assert info["retry_in_seconds"] is None
+
+
+def test_verbs(launch):
+    server = launch()
+    name = VARIANTS[2]
+    assert verb(server, name, "load").json()["ok"] is True
+    eventually(lambda: variants(server)[name]["state"] == "ready", what="loaded variant")
+    verb(server, name, "pin")
+    assert variants(server)[name]["pinned"] is True
+    verb(server, name, "unpin")
+    assert variants(server)[name]["pinned"] is False
+    verb(server, name, "unload")
+    eventually(lambda: variants(server)[name]["state"] == "absent", what="unloaded variant")
+    server.complete("x", name, max_tokens=1)
+    assert variants(server)[name]["loads"] == 2
+    error_of(verb(server, "nope", "load", 404), 404, "model_not_found")
+    error_of(verb(server, name, "frobnicate", 404), 404, "unknown_url")
+    error_of(verb(server, BASE, "unload", 400), 400, "invalid_value")
+    error_of(requests.get(f"{server.admin_url}/admin/variants/{name}/load"), 405, "method_not_allowed")
+    error_of(requests.get(f"{server.admin_url}/v1/models"), 404, "unknown_url")
+    assert requests.get(server.admin_url + "/health").status_code == 200
+    assert "vllm:num_requests_running" in requests.get(server.admin_url + "/metrics").text
+
+
+def test_eviction_under_two_slots(launch):
+    """More variants than slots: each answers, and answers the same when it comes back."""
+    server = launch("--slots", "2", "--pinned-top", "0")
+    first = {name: server.complete("The", name, max_tokens=6)["choices"] for name in VARIANTS[:6]}
+    assert {name: server.complete("The", name, max_tokens=6)["choices"] for name in VARIANTS[:6]} == first
+    infos = variants(server)
+    assert sum(v["state"] == "ready" for v in infos.values()) <= 2 and sum(v["evictions"] for v in infos.values()) >= 6
+
+
+def test_a_damaged_variant_fails_alone(launch, tmp_path):
+    for name in VARIANTS[:2]:
+        shutil.copytree(ROOT / "demo/deltas" / name, tmp_path / name)
+    shard = tmp_path / VARIANTS[0] / "shard-00-of-01.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.chmod(0o644)
+    shard.write_bytes(data)
+    server = launch(deltas=str(tmp_path))
+    for stream in (False, True):
+        answer = server.post("/v1/completions", {"prompt": "x", "model": VARIANTS[0], "stream": stream})
+        message = error_of(answer, 503, "variant_unavailable")
+        assert 1 <= int(answer.headers["retry-after"]) <= 60
+        assert VARIANTS[0] in message and str(tmp_path) not in message and "safetensors" not in message
+    assert server.complete("x", VARIANTS[1], max_tokens=1)["model"] == VARIANTS[1]
+    info = variants(server)[VARIANTS[0]]
+    assert info["state"] in ("failed", "absent", "loading", "queued")
+
+
+def test_drain_lets_streams_finish(launch):
+    server = launch("--drain-seconds", "30")
+    raw = server.connect()
+    idle = server.connect()
+    raw.sendall(request(body={"prompt": "a", "stream": True, "max_tokens": 400, "ignore_eos": True}))
+    reader = Reader(raw)
+    assert reader.head()[0] == 200
+    first = reader.chunk()
+    server.process.send_signal(signal.SIGTERM)
+    eventually(lambda: requests.get(server.url + "/health").status_code == 503, what="503 health")
+    assert requests.get(server.url + "/health").json()["error"]["code"] == "shutting_down"
+    for path, body in (("/v1/completions", {"prompt": "x"}), ("/tokenize", {"prompt": "x"})):
+        answer = requests.post(server.url + path, json=body)
+        error_of(answer, 503, "shutting_down")
+        assert answer.headers["connection"] == "close"
+    assert requests.get(server.url + "/v1/models").status_code == 200
+    data = first
+    while piece := reader.chunk():
+        data += piece
+    events = events_of(data)
+    assert len(events) == 400 and events[-1]["choices"][0]["finish_reason"] == "length"
+    assert server.process.wait(20) == 0
+    idle.close()
+
+
+def test_drain_time_over(launch):
+    """Streams get the error event, whole answers 503; then the process ends well."""
+    server = launch("--drain-seconds", "1")
+    long = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "n": 4}
+    raw = server.connect()
+    raw.sendall(request(body=long | {"stream": True, "stream_options": {"include_usage": True}}))
+    reader = Reader(raw)
+    reader.head()
+    results = []
+    whole = threading.Thread(target=lambda: results.append(requests.post(server.url + "/v1/completions", json=long)))
+    whole.start()
+    eventually(lambda: server.metric("vllm:num_requests_running") + server.metric("vllm:num_requests_waiting") >= 5, what="running requests")
+    started = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    data = b""
+    while piece := reader.chunk():
+        data += piece
+    events = events_of(data)
+    assert events[-1]["error"]["code"] == "shutting_down" and events[-1]["error"]["type"] == "server_error"
+    assert all(event["choices"][0]["finish_reason"] is None for event in events[:-1])
+    assert reader.at_end()
+    whole.join(20)
+    error_of(results[0], 503, "shutting_down")
+    assert server.process.wait(20) == 0 and time.monotonic() - started < 10
+
+
+def test_second_signal_ends_at_once(launch):
+    server = launch("--drain-seconds", "100")
+    raw = server.connect()
+    raw.sendall(request(body={"prompt": "a", "stream": True, "max_tokens": 2000, "ignore_eos": True, "n": 8}))
+    Reader(raw).head()
+    server.process.send_signal(signal.SIGTERM)
+    server.find("draining")
+    time.sleep(0.1)
+    started = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(5) != 0 and time.monotonic() - started < 3
+
+
+def test_stop_with_every_kind_of_connection(launch):
+    """Idle, half a head, half a body, queued, streaming, stalled: SIGTERM still ends in time, with status 0."""
+    server = launch("--drain-seconds", "1", "--max-seqs", "2")
+    held = [server.connect() for _ in range(12)]
+    held[1].sendall(b"GET /heal")
+    held[2].sendall(request(headers=["Content-Length: 100"]) + b"{")
+    held[3].sendall(request("GET", "/health"))
+    for raw in held[4:]:
+        raw.sendall(request(body={"prompt": "a", "stream": raw.fileno() % 2 == 0, "max_tokens": 1500, "ignore_eos": True, "logprobs": 20}))
+    time.sleep(0.5)
+    started = time.monotonic()
+    assert server.stop() == 0 and time.monotonic() - started < 15
+    for raw in held:
+        raw.close()
+
+
+def test_addresses(launch):
+    taken = socket.socket()
+    taken.bind(("127.0.0.1", 0))
+    taken.listen()
+    port = taken.getsockname()[1]
+    common = [BINARY, "serve", "--base", "demo/zen-mini"]
+    for listen, words in [(f"127.0.0.1:{port}", "in use"), ("nonsense", "HOST:PORT"), ("127.0.0.1:99999", "127.0.0.1:99999"),
+                          ("[::1", "[::1"), ("192.0.2.1:0", "192.0.2.1")]:
+        done = subprocess.run([*common, "--listen", listen, "--admin", "none"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode in (1, 2) and words in done.stderr, done.stderr
+    # Two servers on one port, also when each of them shares it between threads.
+    server = launch("--http-threads", "3")
+    second = subprocess.run([*common, "--listen", f"127.0.0.1:{server.port}", "--admin", "none", "--http-threads", "3"], cwd=ROOT,
+                            capture_output=True, text=True, timeout=60)
+    assert second.returncode == 1 and "in use" in second.stderr
+    for _ in range(20):
+        assert requests.get(server.url + "/health").status_code == 200
+    none = launch("--admin", "none", deltas=None)
+    assert none.admin_port is None and none.get("/v1/models").json()["data"][0]["id"] == BASE
+
+
+def test_ipv6(launch):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    server = launch("--listen", "[::1]:0", deltas=None)
+    assert requests.get(f"http://[::1]:{server.port}/health").status_code == 200
+
+
+def test_loading_answers():
+    """From the first moment: 503 until ready, never a refused connection, and then service."""
+    server = start_server(ready=False)
+    port = int(server.find(r"mod=http listening address=\S*:(\d+)").group(1))
+    seen = set()
+    end = time.monotonic() + 30
+    while time.monotonic() < end and 200 not in seen:
+        answer = requests.get(f"http://127.0.0.1:{port}/health")
+        seen.add(answer.status_code)
+        if answer.status_code == 503:
+            assert answer.json()["error"]["code"] == "model_loading" and int(answer.headers["retry-after"]) >= 1
+            work = requests.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "x"})
+            if work.status_code != 200:  # it may have become ready in between
+                error_of(work, 503, "model_loading")
+    assert 200 in seen
+    assert server.wait_ready().stop() == 0
+
+
+def test_no_secrets_in_the_log(launch):
+    server = launch("--api-key", "sk-very-secret", "--log-level", "debug", "--admin-key", "admin-secret")
+    requests.post(server.url + "/v1/completions", json={"prompt": "my private words", "max_tokens": 2},
+                  headers={"Authorization": "Bearer sk-very-secret"})
+    requests.get(server.url + "/v1/models", headers={"Authorization": "Bearer sk-wrong-one"})
+    assert server.stop() == 0
+    text = "\n".join(server.lines)
+    for secret in ("sk-very-secret", "sk-wrong-one", "admin-secret", "private words"):
+        assert secret not in text

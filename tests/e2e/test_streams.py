@@ -1,0 +1,139 @@
+"""Many streams at once over every variant: complete, in order, equal to the answers that were not streamed; threads and memory
+do not grow with connections or with time. Nothing is timed."""
+
+import selectors
+import socket
+import time
+
+import pytest
+from conftest import MODELS, events_of, eventually
+from raw_http import request
+
+STREAMS = 200
+TOKENS = 16
+
+
+def prompt_of(number):
+    words = "The old sea def main SELECT name FROM Die Stadt La ville Это был city of light if x return".split()
+    return " ".join(words[(number * 5 + k * 3) % len(words)] for k in range(1 + number % 4))
+
+
+def run_streams(server, bodies):
+    """All bodies at once on plain sockets; returns each answer's bytes."""
+    selector = selectors.DefaultSelector()
+    answers = [b""] * len(bodies)
+    for i, body in enumerate(bodies):
+        raw = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+        raw.sendall(request(body=body, headers=["Connection: close"]))
+        raw.setblocking(False)
+        selector.register(raw, selectors.EVENT_READ, i)
+    end, peak = time.monotonic() + 300, 0
+    while selector.get_map():
+        assert time.monotonic() < end, f"{len(selector.get_map())} streams did not end"
+        peak = max(peak, server.threads())
+        for key, _ in selector.select(1):
+            piece = key.fileobj.recv(65536)
+            answers[key.data] += piece
+            if not piece:
+                selector.unregister(key.fileobj)
+                key.fileobj.close()
+    return answers, peak
+
+
+def body_of(answer):
+    """The payload of a chunked answer, each chunk checked to be one whole event."""
+    head, rest = answer.split(b"\r\n\r\n", 1)
+    assert head.startswith(b"HTTP/1.1 200"), answer[:500]
+    payload = b""
+    while True:
+        size, rest = rest.split(b"\r\n", 1)
+        count = int(size, 16)
+        chunk, rest = rest[:count], rest[count + 2:]
+        if count == 0:
+            assert rest == b""
+            return payload
+        assert chunk.startswith(b"data: ") and chunk.endswith(b"\n\n") and chunk.count(b"\n") == 2
+        payload += chunk
+
+
+@pytest.fixture(scope="module")
+def bodies():
+    return [{"model": MODELS[i % len(MODELS)], "prompt": prompt_of(i), "max_tokens": TOKENS, "temperature": 0, "stream": True,
+             "ignore_eos": True, "return_token_ids": True, "stream_options": {"include_usage": True}} for i in range(STREAMS)]
+
+
+def test_two_hundred_streams(launch, bodies):
+    server = launch()
+    idle_threads = server.threads()
+    whole = {}
+    for body in bodies:
+        key = (body["model"], body["prompt"])
+        if key not in whole:
+            fields = {k: v for k, v in body.items() if k not in ("stream", "stream_options")}
+            whole[key] = server.post("/v1/completions", fields).json()
+    answers, peak = run_streams(server, bodies)
+    assert peak <= idle_threads, "threads grew with connections"
+    ids = set()
+    for body, answer in zip(bodies, answers):
+        events = events_of(body_of(answer))
+        expected = whole[body["model"], body["prompt"]]
+        assert events.pop()["usage"] == expected["usage"]
+        assert len(events) == TOKENS and len({e["id"] for e in events}) == 1
+        ids.add(events[0]["id"])
+        assert [e["choices"][0]["finish_reason"] for e in events] == [None] * (TOKENS - 1) + ["length"]
+        assert "".join(e["choices"][0]["text"] for e in events) == expected["choices"][0]["text"]
+        assert sum((e["choices"][0]["token_ids"] for e in events), []) == expected["choices"][0]["token_ids"]
+    assert len(ids) == STREAMS
+
+    # The same again and again: memory settles.
+    sizes = []
+    for _ in range(5):
+        run_streams(server, bodies)
+        sizes.append(server.resident_bytes())
+    assert max(sizes[2:]) - sizes[1] < 16 << 20, [s >> 20 for s in sizes]
+    eventually(lambda: server.metric("bd_http_requests_active") == 0, what="no active request")
+    assert server.metric("bd_http_upload_bytes") < 1 << 20
+
+
+def test_many_idle_and_queued_connections(launch):
+    """A thousand connections, most of them silent: the others are served, and no thread or descriptor is left behind."""
+    server = launch("--max-connections", "3000")
+    threads = server.threads()
+    silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(1000)]
+    eventually(lambda: server.metric("bd_http_connections") >= 1000, what="open connections")
+    bodies = [{"prompt": prompt_of(i), "max_tokens": 4, "stream": i % 2 == 0} for i in range(100)]
+    answers, peak = run_streams(server, bodies)
+    assert all(answer.startswith(b"HTTP/1.1 200") for answer in answers) and peak <= threads
+    for raw in silent:
+        raw.close()
+    eventually(lambda: server.metric("bd_http_connections") <= 2, what="closed connections")
+
+
+def test_connection_limit(launch):
+    server = launch("--max-connections", "20")
+    held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(20)]
+    eventually(lambda: server.metric("bd_http_connections") >= 20 if server.get("/metrics").status_code == 200 else True, what="connections")
+    answer = server.get("/v1/models")
+    assert answer.status_code == 429 and answer.json()["error"]["code"] == "rate_limit_exceeded" and answer.headers["retry-after"]
+    assert server.get("/health").status_code == 200
+    for raw in held:
+        raw.close()
+    eventually(lambda: server.get("/v1/models").status_code == 200, what="room again")
+
+
+def test_streams_that_are_broken_off(launch, bodies):
+    """Half of the clients leave after the first bytes; the others get everything."""
+    server = launch()
+    leaving = []
+    for i, body in enumerate(bodies[:60]):
+        raw = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+        raw.sendall(request(body=body | {"max_tokens": 1000, "model": MODELS[i % 6]}))
+        leaving.append(raw)
+    for raw in leaving[:30]:
+        raw.recv(10)
+    for raw in leaving:
+        raw.close()
+    answers, _ = run_streams(server, bodies[60:120])
+    for answer in answers:
+        assert len(events_of(body_of(answer))) == TOKENS + 1
+    eventually(lambda: server.metric("vllm:num_requests_running") + server.metric("vllm:num_requests_waiting") == 0, what="idle server")
