@@ -156,6 +156,59 @@ static void test_tokens(void **state) {
     }
 }
 
+/* Bytes, and what Python's bytes.decode("utf-8", "replace") makes of them. */
+static const char *const byte_cases[][2] = {
+    {"eda080", "efbfbdefbfbdefbfbd"},
+    {"edbf", "efbfbdefbfbd"},
+    {"e08080", "efbfbdefbfbdefbfbd"},
+    {"e09fbf61", "efbfbdefbfbdefbfbd61"},
+    {"f0808080", "efbfbdefbfbdefbfbdefbfbd"},
+    {"f08fbfbf", "efbfbdefbfbdefbfbdefbfbd"},
+    {"f48fbfbf", "f48fbfbf"},
+    {"f4908080", "efbfbdefbfbdefbfbdefbfbd"},
+    {"f580", "efbfbdefbfbd"},
+    {"c1bf", "efbfbdefbfbd"},
+    {"c2", "efbfbd"},
+    {"c261", "efbfbd61"},
+    {"e282e282ac", "efbfbde282ac"},
+    {"f09f98f09f9880", "efbfbdf09f9880"},
+    {"f09f98", "efbfbd"},
+    {"80bf", "efbfbdefbfbd"},
+    {"61ff62fe", "61efbfbd62efbfbd"},
+    {"ed9fbfee8080", "ed9fbfee8080"},
+    {"e180c3a9", "efbfbdc3a9"},
+    {"f18080e18080", "efbfbde18080"},
+};
+
+static void test_invalid_bytes(void **state) {
+    (void)state;
+    bd_tokenizer *t = support_load_named("gpt2");
+    int32_t byte_ids[256];
+    for (int32_t id = 0; id < (int32_t)bd_tokenizer_vocab_size(t); id++) {
+        size_t bytes;
+        const char *text = bd_tokenizer_token_bytes(t, id, &bytes);
+        if (bytes == 1) byte_ids[(uint8_t)text[0]] = id;
+    }
+    for (size_t i = 0; i < sizeof byte_cases / sizeof *byte_cases; i++) {
+        bd_token_vec ids = {0};
+        size_t count;
+        bd_strbuf want = {0};
+        char *raw = support_unhex(byte_cases[i][0], &count);
+        want.data = support_unhex(byte_cases[i][1], &want.len_bytes);
+        ids.ids = calloc(count, sizeof *ids.ids);
+        assert_non_null(ids.ids);
+        for (size_t j = 0; j < count; j++)
+            ids.ids[ids.count++] = byte_ids[(uint8_t)raw[j]];
+        check_stream(t, &ids, 0, false, &want, byte_cases[i][0], i);
+        for (size_t j = 1; j <= count; j++)
+            check_stream(t, &ids, j, false, &want, byte_cases[i][0], i);
+        free(raw);
+        bd_strbuf_deinit(&want);
+        bd_token_vec_deinit(&ids);
+    }
+    bd_tokenizer_destroy(t);
+}
+
 static void test_unknown_ids(void **state) {
     (void)state;
     bd_tokenizer *t = support_load(ZEN_MINI_FILE);
@@ -191,6 +244,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_golden),
         cmocka_unit_test(test_tokens),
+        cmocka_unit_test(test_invalid_bytes),
         cmocka_unit_test(test_unknown_ids),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
