@@ -3,9 +3,10 @@
  * holds the structs; nothing is allocated.
  *
  * Each variant's share of the requests is estimated over several spans of recent requests at once
- * (decayed counts). Which span tells the truth depends on the traffic, so each is weighted by how
- * well it has been predicting who comes next. The score of a variant is the weighted share: how
- * likely the next request is for it. */
+ * (decayed counts). The spans form a mixture: each is weighted by how much it had to do with the
+ * requests that came, and counts a request by the same measure. The score of a variant is its share
+ * in the mixture: how likely the next request is for it. Variants of about the same score do not
+ * trade places: who has just come in must be better by a margin to stay. */
 #ifndef BITDELTA_SRC_CACHE_POLICY_H
 #define BITDELTA_SRC_CACHE_POLICY_H
 
@@ -18,15 +19,15 @@
 typedef struct bd_policy {
     double half_life_us;    /* of rates per second */
     double margin;          /* a newcomer must be this much likelier than whom it replaces */
-    uint64_t requests;      /* counted so far; the clock of the shares */
+    uint64_t requests;      /* counted so far; the clock of the spans */
     uint32_t variant_count; /* known variants */
     double weight[BD_POLICY_SPANS]; /* sum 1 */
     double decay[BD_POLICY_SPANS];  /* per request */
-    double unseen[BD_POLICY_SPANS]; /* decay ^ requests: what the start still distorts */
+    double total[BD_POLICY_SPANS];  /* of all variants' counts, decayed alike */
 } bd_policy;
 
 typedef struct bd_policy_item {
-    double share[BD_POLICY_SPANS]; /* as of request number `seen` */
+    double count[BD_POLICY_SPANS]; /* as of request number `seen` */
     uint64_t seen;
     double rate; /* requests per second, decayed to rate_us */
     uint64_t rate_us;
