@@ -134,6 +134,8 @@ typedef struct sharer {
     bd_engine *engine;
     bd_sequence_options next; /* added by the hook when `wanted` */
     _Atomic bool wanted, ended;
+    int32_t output[64];
+    uint32_t output_count;
 } sharer;
 
 static void before_step(void *ctx, uint64_t now_us, bool cache_changed) {
@@ -146,6 +148,12 @@ static void before_step(void *ctx, uint64_t now_us, bool cache_changed) {
     BD_ASSERT(bd_engine_add(s->engine, &s->next, &sequence, &err) == BD_OK);
 }
 
+static bool on_token(void *ctx, const bd_token_result *token) {
+    sharer *s = ctx;
+    s->output[s->output_count++] = token->id;
+    return true;
+}
+
 static void on_end(void *ctx, bd_finish finish, int32_t stop_id, const bd_error *err) {
     sharer *s = ctx;
     (void)stop_id;
@@ -154,11 +162,14 @@ static void on_end(void *ctx, bd_finish finish, int32_t stop_id, const bd_error 
     atomic_store(&s->ended, true);
 }
 
+static const bd_sequence_sink sink = {.token = on_token, .end = on_end};
+
 /* Tokens of the prompt that were found, of 33 in blocks of 8. */
 static uint64_t run_one(sharer *s, const bd_sequence_options *options) {
     bd_engine_stats before, after;
     bd_engine_stats_get(s->engine, &before);
     atomic_store(&s->ended, false);
+    s->output_count = 0;
     s->next = *options;
     if (options->lease.variant) atomic_fetch_add(&options->lease.variant->leases, 1);
     atomic_store(&s->wanted, true);
@@ -170,32 +181,45 @@ static uint64_t run_one(sharer *s, const bd_sequence_options *options) {
     return after.prefix_hit_tokens - before.prefix_hit_tokens;
 }
 
-static void test_sharing(void **state) {
-    (void)state;
-    static const bd_sequence_sink sink = {.end = on_end};
-    sharer s = {.engine = NULL};
-    fake_device fake;
-    struct bd_variant variants[2];
+static void start(sharer *s, bd_engine_options *options, fake_device *fake,
+                  struct bd_variant *variants) {
     bd_error err;
-    int32_t prompt[33];
-    memset(variants, 0, sizeof variants);
+    memset(s, 0, sizeof *s);
+    memset(variants, 0, 2 * sizeof *variants);
     for (uint32_t i = 0; i < 2; i++) {
         uint64_t word = i + 1;
         memcpy(variants[i].overlay.digest, &word, sizeof word);
     }
+    *options = (bd_engine_options){.cache = (bd_cache *)(void *)s,
+                                   .rows_max = 64,
+                                   .seqs_max = 4,
+                                   .variants_per_step_max = 4,
+                                   .logits_rows_max = 64,
+                                   .decode_delta = options->decode_delta,
+                                   .prefix_cache = true,
+                                   .hooks = {.ctx = s, .before_step = before_step}};
+    fake_device_init(fake, options, 64, 8, 1);
+    assert_int_equal(bd_engine_create_on(options, &fake->device, &s->engine, &err), BD_OK);
+    assert_int_equal(bd_engine_start(s->engine, &err), BD_OK);
+}
+
+static void stop(sharer *s, fake_device *fake) {
+    bd_engine_stop(s->engine);
+    assert_int_equal(fake->faults, 0);
+    bd_engine_destroy(s->engine);
+    fake_device_deinit(fake);
+}
+
+static void test_sharing(void **state) {
+    (void)state;
+    sharer s;
+    fake_device fake;
+    struct bd_variant variants[2];
+    int32_t prompt[33];
+    bd_engine_options options = {.decode_delta = true};
+    start(&s, &options, &fake, variants);
     for (int32_t i = 0; i < 33; i++)
         prompt[i] = i;
-    bd_engine_options options = {.cache = (bd_cache *)(void *)&s,
-                                 .rows_max = 64,
-                                 .seqs_max = 4,
-                                 .variants_per_step_max = 4,
-                                 .logits_rows_max = 64,
-                                 .decode_delta = true,
-                                 .prefix_cache = true,
-                                 .hooks = {.ctx = &s, .before_step = before_step}};
-    fake_device_init(&fake, &options, 64, 8, 1);
-    assert_int_equal(bd_engine_create_on(&options, &fake.device, &s.engine, &err), BD_OK);
-    assert_int_equal(bd_engine_start(s.engine, &err), BD_OK);
     bd_sequence_options o = {.prompt = prompt,
                              .prompt_tokens = 33,
                              .max_new_tokens = 2,
@@ -224,10 +248,41 @@ static void test_sharing(void **state) {
     assert_int_equal(run_one(&s, &o), 8);
     variants[1].overlay.rope_table = 1; /* same delta, other config */
     assert_int_equal(run_one(&s, &o), 0);
-    bd_engine_stop(s.engine);
-    assert_int_equal(fake.faults, 0);
-    bd_engine_destroy(s.engine);
-    fake_device_deinit(&fake);
+    stop(&s, &fake);
+}
+
+/* A prompt that continues what a variant wrote. What the base wrote for it is not reused. */
+static void run_continuation(bool decode_delta, uint64_t expected) {
+    sharer s;
+    fake_device fake;
+    struct bd_variant variants[2];
+    int32_t prompt[64] = {1, 2, 3, 4, 5, 6, 7, 8, 9};
+    bd_engine_options options = {.decode_delta = decode_delta};
+    start(&s, &options, &fake, variants);
+    bd_sequence_options o = {.prompt = prompt,
+                             .prompt_tokens = 9,
+                             .max_new_tokens = 20,
+                             .lease = {&variants[0], &variants[0].overlay},
+                             .logprobs = -1,
+                             .prompt_logprobs = -1,
+                             .sink = &sink,
+                             .sink_ctx = &s};
+    assert_int_equal(run_one(&s, &o), 0);
+    assert_int_equal(s.output_count, 20);
+    memcpy(prompt + 9, s.output, 20 * sizeof *prompt);
+    o.prompt_tokens = 29;
+    o.max_new_tokens = 1;
+    fake_run alone;
+    fake_alone(&o, decode_delta, &alone);
+    assert_int_equal(run_one(&s, &o), expected);
+    assert_int_equal(s.output[0], alone.ids[0]);
+    stop(&s, &fake);
+}
+
+static void test_continuation(void **state) {
+    (void)state;
+    run_continuation(true, 24);
+    run_continuation(false, 8);
 }
 
 int main(void) {
@@ -235,6 +290,7 @@ int main(void) {
         cmocka_unit_test(test_hash),
         cmocka_unit_test(test_pool),
         cmocka_unit_test(test_sharing),
+        cmocka_unit_test(test_continuation),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
