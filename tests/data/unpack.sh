@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Unpacks every *.xz under tests/data next to itself, keeping the .xz. Run again it does only what is missing
-# or older than its .xz.
+# Unpacks every *.xz under tests/data next to itself, keeping the .xz, and the fine-tune of the demo family.
+# Run again it does only what is missing or older than its .xz.
 set -euo pipefail
 cd "$(dirname "$0")"
 find . -name '*.xz' -print0 | while IFS= read -r -d '' packed; do
@@ -10,3 +10,21 @@ find . -name '*.xz' -print0 | while IFS= read -r -d '' packed; do
     xz -dc "$packed" >"$plain.part"
     mv "$plain.part" "$plain"
 done
+
+# A whole fine-tune is stored as its exclusive or with the base: low bytes of all 16-bit words, then the high bytes, in xz.
+base=../../demo/zen-mini tuned=../../demo/finetuned/zen-mini-coder
+if [ ! -e $tuned/model.safetensors ] || [ $tuned/model.safetensors.xor.xz -nt $tuned/model.safetensors ]; then
+    cp $base/tokenizer.json $base/tokenizer_config.json $base/special_tokens_map.json $tuned/
+    python3 - $base/model.safetensors $tuned/model.safetensors.xor.xz $tuned/model.safetensors.part <<'PYTHON'
+import lzma
+import sys
+
+base = open(sys.argv[1], "rb").read()
+packed = lzma.open(sys.argv[2]).read()
+words = bytearray(len(packed))
+words[0::2], words[1::2] = packed[: len(packed) // 2], packed[len(packed) // 2 :]
+tuned = int.from_bytes(base, "little") ^ int.from_bytes(words, "little")
+open(sys.argv[3], "wb").write(tuned.to_bytes(len(base), "little"))
+PYTHON
+    mv $tuned/model.safetensors.part $tuned/model.safetensors
+fi

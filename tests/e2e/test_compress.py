@@ -3,7 +3,6 @@ byte, planes and scales the reference does not have, refusals, kill -9 at any mo
 
 Sizes and values are new in every run; BD_TEST_SEED repeats one."""
 import json
-import lzma
 import os
 import pathlib
 import random
@@ -131,7 +130,6 @@ def test_same_bytes_as_the_reference(tmp_path, case):
 def test_the_demo_fine_tune(tmp_path):
     tuned = tmp_path / "tuned"
     shutil.copytree(DEMO / "finetuned" / "zen-mini-coder", tuned)
-    (tuned / "model.safetensors").write_bytes(lzma.decompress((tuned / "model.safetensors.xz").read_bytes()))
     compress(DEMO / "zen-mini", tuned, tmp_path / "zen-mini-coder")
     same_directories(tmp_path / "zen-mini-coder", DEMO / "deltas" / "zen-mini-coder")
 
