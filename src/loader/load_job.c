@@ -204,21 +204,14 @@ bool bd_load_job_feed(bd_load_job *job, const bd_block *block) {
     if (job->status != BD_OK) return false;
     bd_error error = {0};
     bd_status status = feed_block(job, block, &error);
-    uint32_t ready = 0;
-    bool moved = false;
-    if (status == BD_OK) {
-        ready = job->source->feed_ready(job->feed);
-        moved = ready > atomic_load(&job->load->ready_count);
-    }
-    /* Steps may read a layer as soon as it is counted, so its bytes must be on the device by then.
-     */
-    if (moved && job->source->flush) status = job->source->flush(job->source->ctx, &error);
     if (status != BD_OK) {
         bd_load_job_fail(job, status, &error);
         return false;
     }
-    if (moved) atomic_store_explicit(&job->load->ready_count, ready, memory_order_release);
-    return moved;
+    uint32_t ready = job->source->feed_ready(job->feed);
+    if (ready == atomic_load(&job->load->ready_count)) return false;
+    atomic_store_explicit(&job->load->ready_count, ready, memory_order_release);
+    return true;
 }
 
 bool bd_load_job_over(bd_load_job *job) {

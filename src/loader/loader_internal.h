@@ -17,9 +17,8 @@ typedef struct bd_loader_source {
                              bd_overlay_feed **out, bd_error *err);
     bd_status (*feed_bytes)(bd_overlay_feed *feed, uint32_t file_index, uint64_t from,
                             const uint8_t *data, uint64_t bytes, bd_error *err);
-    uint32_t (*feed_ready)(const bd_overlay_feed *feed);
+    uint32_t (*feed_ready)(const bd_overlay_feed *feed); /* what it counts is visible to steps */
     void (*feed_destroy)(bd_overlay_feed *feed);
-    bd_status (*flush)(void *ctx, bd_error *err); /* optional: makes fed bytes visible to steps */
     bd_status (*check_chunk)(const bd_delta *delta, uint32_t file_index, uint32_t chunk,
                              const void *data, size_t bytes, bd_error *err);
     bd_status (*verify_file)(const bd_delta *delta, uint32_t file_index, bd_error *err);

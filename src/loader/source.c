@@ -17,11 +17,6 @@ static bd_status feed_create(void *ctx, const bd_overlay_plan *plan, void *const
     return bd_overlay_feed_create(ctx, plan, pages, out, err);
 }
 
-static bd_status flush(void *ctx, bd_error *err) {
-    const bd_backend_ops *ops = bd_model_ops(ctx);
-    return ops->put_flush ? ops->put_flush(bd_model_backend(ctx), err) : BD_OK;
-}
-
 bd_status bd_loader_create(const bd_loader_options *options, bd_loader **out, bd_error *err) {
     const bd_loader_source source = {
         .ctx = options->model,
@@ -33,7 +28,6 @@ bd_status bd_loader_create(const bd_loader_options *options, bd_loader **out, bd
         .feed_bytes = bd_overlay_feed_bytes,
         .feed_ready = bd_overlay_feed_ready,
         .feed_destroy = bd_overlay_feed_destroy,
-        .flush = flush,
         .check_chunk = bd_delta_check_chunk,
         .verify_file = bd_delta_verify_shard,
     };

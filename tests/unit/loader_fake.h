@@ -131,7 +131,7 @@ static inline uint32_t fake_pages_for(uint64_t total_bytes) {
 typedef struct fake_source { /* what tests turn and look at; the loader's ctx */
     bd_status plan_status, overlay_status, feed_status;
     uint64_t feed_fails_at; /* with feed_status: total bytes fed before */
-    _Atomic uint32_t plans, overlays, feeds, flushes, verifies, running, running_max;
+    _Atomic uint32_t plans, overlays, feeds, verifies, running, running_max;
     _Atomic uint64_t fed_bytes;
     bd_status verify_status;
     uint32_t verify_sleep_us;
@@ -248,12 +248,6 @@ static inline void fake_feed_destroy(bd_overlay_feed *feed) {
     free(feed);
 }
 
-static inline bd_status fake_flush(void *ctx, bd_error *err) {
-    (void)err;
-    atomic_fetch_add(&((fake_source *)ctx)->flushes, 1);
-    return BD_OK;
-}
-
 static inline bd_status fake_check_chunk(const bd_delta *delta, uint32_t file_index, uint32_t chunk,
                                          const void *data, size_t bytes, bd_error *err) {
     const bd_delta_file *file = &delta->files[file_index];
@@ -297,7 +291,6 @@ static inline bd_loader_source fake_loader_source(fake_source *source) {
         .feed_bytes = fake_feed_bytes,
         .feed_ready = fake_feed_ready,
         .feed_destroy = fake_feed_destroy,
-        .flush = fake_flush,
         .check_chunk = fake_check_chunk,
         .verify_file = fake_verify_file,
         .on_read = fake_on_read,
