@@ -90,9 +90,18 @@ static bool is_json_type(const char *type) {
     return bytes > 17 && strncasecmp(type + bytes - 5, "+json", 5) == 0;
 }
 
+/* `curl -d` declares a form unless told otherwise, and curl is how people try a server. Only curl
+ * is believed: the reason for refusing forms is that any web page can make a browser send one, and
+ * no page can make it call itself curl. */
+static bool is_curl_default(struct MHD_Connection *connection, const char *type) {
+    const char *agent = MHD_lookup_connection_value(connection, MHD_HEADER_KIND, "User-Agent");
+    return strcasecmp(type, "application/x-www-form-urlencoded") == 0 && agent &&
+           strncmp(agent, "curl/", 5) == 0;
+}
+
 static bool check_content(struct MHD_Connection *connection, bd_api_error *err) {
     const char *type = MHD_lookup_connection_value(connection, MHD_HEADER_KIND, "Content-Type");
-    if (type && !is_json_type(type))
+    if (type && !is_json_type(type) && !is_curl_default(connection, type))
         return bd_api_fail(err, BD_API_CONTENT_TYPE, NULL,
                            "Unsupported Content-Type: the body must be application/json.");
     const char *encoding =

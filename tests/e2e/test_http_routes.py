@@ -163,6 +163,11 @@ def test_content_types(server):
     assert send().status_code == 200
     for bad in ("text/plain", "application/x-www-form-urlencoded", "application/jsonx", "application/", "json", "application/xml"):
         error_of(send(Content_Type=bad), 415, "unsupported_content_type")
+    form = "application/x-www-form-urlencoded"  # what curl -d declares: believed from curl alone
+    assert send(Content_Type=form, User_Agent="curl/8.5.0").status_code == 200
+    for agent in ("Mozilla/5.0 curl/8", "curl", ""):
+        error_of(send(Content_Type=form, User_Agent=agent), 415, "unsupported_content_type")
+    error_of(send(Content_Type="text/plain", User_Agent="curl/8.5.0"), 415, "unsupported_content_type")
     for encoding in ("gzip", "br", "deflate"):
         error_of(send(Content_Encoding=encoding), 415, "unsupported_content_type")
     assert send(Content_Encoding="identity").status_code == 200
