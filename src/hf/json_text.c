@@ -19,7 +19,8 @@ bd_status bd_json_parse(const char *text, size_t bytes, const char *subject, cJS
     bd_error_clear(&inner);
     const bd_status status = bd_json_check(text, bytes, &file_limits, &scan, &inner);
     if (status != BD_OK) return bd_fail(err, status, subject, "%s: %s", subject, inner.message);
-    cJSON *root = cJSON_ParseWithLength(text, bytes);
+    /* From the value on: cJSON fails on a byte order mark with a single byte behind it. */
+    cJSON *root = cJSON_ParseWithLength(text + scan.offset, bytes - scan.offset);
     if (!root) return bd_fail(err, BD_E_MEMORY, subject, "%s: out of memory for its JSON", subject);
     if (!cJSON_IsObject(root)) {
         cJSON_Delete(root);
