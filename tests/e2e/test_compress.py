@@ -223,6 +223,25 @@ def test_fused_projections_are_cut(tmp_path):
                 at += rows
 
 
+@pytest.mark.parametrize("name", ["llama-gqa", "llama3-rope", "mistral-window", "qwen2", "qwen3", "phi3", "gemma2"])
+def test_every_family_to_the_last_token(tmp_path, name):
+    """Where every weight moved by the same distance one bit is exact, so the delta must continue a prompt as the fine-tune does."""
+    base, rng = ROOT / "tests" / "data" / "arch" / name, np.random.default_rng(SEED)
+
+    def moved(dtype, w):
+        step = np.float32(0.02) * rng.choice(np.float32([-1, 1]), w.shape)
+        return ("F32", w + step) if w.ndim == 2 else (dtype, w + step)
+
+    write_model(tmp_path / "tuned", {n: moved(d, ref.as_float32(d, s, x)) for n, (d, s, x) in ref.read_model(str(base)).items()})
+    shutil.copy(base / "config.json", tmp_path / "tuned")
+    compress(base, tmp_path / "tuned", tmp_path / "d")
+    ids = ",".join(str(3 + int(i)) for i in rng.integers(0, 500, 24))
+    told = [json.loads(bitdelta("generate", "--base", base, *way, "--prompt-ids", ids, "--max-tokens", 3, "--greedy", "--ignore-eos",
+                                "--json").stdout) for way in (("--finetuned", tmp_path / "tuned"), ("--delta", tmp_path / "d"))]
+    assert told[0]["ids"][0] == told[1]["ids"][0]
+    assert abs(told[0]["logprobs"][0] - told[1]["logprobs"][0]) < 1e-4
+
+
 def test_tied_fine_tune_of_an_untied_base(tmp_path):
     """A head that is not stored is the embedding; one that repeats it needs no storing."""
     base, tuned = make_pair(tmp_path, SEED + 400, tied=False, layers=1)
