@@ -9,6 +9,8 @@
 
 #include "completion.h"
 
+enum { DECODER_TAIL_TOKENS = 64 };
+
 static bool reserve(bd_completion *completion, bd_api_error *err) {
     uint32_t retry_after_s = 0;
     bd_status status =
@@ -167,18 +169,29 @@ static bool prepare_prompts(bd_completion *completion, bd_api_error *err) {
     return true;
 }
 
+/* A decoder that has seen the prompt. Only the first choice of a prompt looks at all of it: when
+ * nothing is held back at its end, a stretch of it is enough to decode on. */
+static bool start_decoder(bd_completion *completion, uint32_t index) {
+    const bd_prompt_state *prompt = &completion->prompts[index / (uint32_t)completion->request.n];
+    bd_choice *choice = &completion->choices[index];
+    size_t skipped = 0;
+    if (index % (uint32_t)completion->request.n > 0 && prompt->ids.count > DECODER_TAIL_TOKENS &&
+        bd_detok_held_bytes(&choice[-1].detok) == 0)
+        skipped = prompt->ids.count - DECODER_TAIL_TOKENS;
+    bd_detok_init(&choice->detok, completion->served->tokenizer,
+                  completion->request.skip_special_tokens);
+    return bd_detok_skip(&choice->detok, prompt->ids.ids + skipped, prompt->ids.count - skipped);
+}
+
 static bool prepare_choices(bd_completion *completion, bd_api_error *err) {
     const bd_completion_request *request = &completion->request;
     for (uint32_t i = 0; i < completion->choice_count; i++) {
         bd_choice *choice = &completion->choices[i];
-        const bd_prompt_state *prompt = &completion->prompts[i / (uint32_t)request->n];
         choice->stop_string = -1;
         choice->stop_id = -1;
-        choice->points = prompt->echo_points;
+        choice->points = completion->prompts[i / (uint32_t)request->n].echo_points;
         if (!completion->served->tokenizer || request->max_tokens == 0) continue;
-        bd_detok_init(&choice->detok, completion->served->tokenizer, request->skip_special_tokens);
-        if (!bd_detok_skip(&choice->detok, prompt->ids.ids, prompt->ids.count))
-            return bd_out_of_memory(err);
+        if (!start_decoder(completion, i)) return bd_out_of_memory(err);
     }
     return true;
 }
