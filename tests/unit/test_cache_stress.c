@@ -218,7 +218,8 @@ static void model_drop_reference(uint32_t index) {
 
 /* Of the lease at `hold`, or the next one that is held. */
 static void do_release(uint32_t hold) {
-    for (uint32_t i = 0; i < LEASES && !w.leases[hold].variant; i++) hold = (hold + 1) % LEASES;
+    for (uint32_t i = 0; i < LEASES && !w.leases[hold].variant; i++)
+        hold = (hold + 1) % LEASES;
     if (!w.leases[hold].variant) return;
     bd_cache_release(w.cache, &w.leases[hold], w.now);
     assert_null(w.leases[hold].variant);

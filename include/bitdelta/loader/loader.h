@@ -1,6 +1,7 @@
-/* loader.h - brings a variant's delta from disk into device pages: one thread per rank, verified chunk by chunk.
- * Owner: server. Threads: submit and cancel from bd-sched; the loader's threads write a load's atomics and call
- * `notify`. A load's memory is the submitter's, who leaves it alone from submit until bd_load_finished() is true. */
+/* loader.h - brings a variant's delta from disk into device pages: one thread per rank, verified
+ * chunk by chunk. Owner: server. Threads: submit and cancel from bd-sched; the loader's threads
+ * write a load's atomics and call `notify`. A load's memory is the submitter's, who leaves it alone
+ * from submit until bd_load_finished() is true. */
 #ifndef BITDELTA_LOADER_LOADER_H
 #define BITDELTA_LOADER_LOADER_H
 
@@ -14,40 +15,45 @@ typedef struct bd_loader bd_loader;
 
 typedef enum bd_io_choice { BD_IO_AUTO, BD_IO_URING, BD_IO_PREAD } bd_io_choice;
 
-typedef struct bd_loader_options {
+typedef struct bd_loader_options { /* 0 where a default is named */
     bd_model *model;
-    uint32_t rank;                /* names the threads: bd-load-<rank> */
+    uint32_t rank; /* names the threads: bd-load-<rank> */
     bd_io_choice io;
-    uint32_t read_threads;        /* pread path; 0: 8 */
-    uint32_t block_bytes;         /* one read; 0: 4 MiB. A file with larger chunks is verified whole first */
-    uint32_t depth;               /* blocks in flight, each with its staging; 0: 8 */
-    uint32_t loads_in_parallel;   /* further loads wait in order; 0: 2 */
-    void (*notify)(void *ctx);    /* called from loader threads whenever a load moved on; must not block; may be NULL */
+    uint32_t read_threads; /* pread path; 8 */
+    /* One read; 4 MiB. A file whose chunks are larger is verified whole before it is read. */
+    uint32_t block_bytes;
+    uint32_t depth;             /* blocks in flight, each with its staging; 8 */
+    uint32_t loads_in_parallel; /* further loads wait in order; 2 */
+    /* Called from loader threads whenever a load moved on; must not block; may be NULL. */
+    void (*notify)(void *ctx);
     void *notify_ctx;
-    bd_metrics *metrics;          /* may be NULL */
+    bd_metrics *metrics; /* may be NULL */
 } bd_loader_options;
 
 typedef struct bd_load {
-    bd_message message;           /* internal */
-    const bd_delta *delta;        /* borrowed until finished */
-    void *const *pages;           /* in the delta arena, borrowed until finished; all of them may be written */
-    uint32_t page_count;          /* at least what the overlay plan needs, see bd_overlay_pages_per_variant */
+    bd_message message;    /* internal */
+    const bd_delta *delta; /* borrowed until finished */
+    void *const *pages;    /* in the delta arena; borrowed and written until finished */
+    uint32_t page_count;   /* at least the plan's, see bd_overlay_pages_per_variant */
     _Atomic uint32_t ready_count; /* ready indices complete and visible so far, see overlay.h */
     _Atomic uint64_t read_bytes;
-    _Atomic bool cancel;          /* set by the submitter; the load still finishes, soon */
-    _Atomic bool finished;        /* last write; everything below is valid afterwards (acquire) */
-    bd_status status;             /* BD_OK, BD_CANCELLED, BD_E_IO, BD_E_CORRUPT, BD_E_FORMAT, ... */
-    bd_error error;               /* names file, chunk and byte range */
-    bd_overlay *overlay;          /* BD_OK: over pages[0 .. pages_used), the submitter's; else NULL */
+    _Atomic bool cancel;   /* set by the submitter; the load still finishes, soon */
+    _Atomic bool finished; /* last write; everything below is valid afterwards (acquire) */
+    bd_status status;      /* BD_OK, BD_CANCELLED, BD_E_IO, BD_E_CORRUPT, BD_E_FORMAT, ... */
+    bd_error error;        /* names file, chunk and byte range */
+    bd_overlay *overlay;   /* BD_OK: over pages[0 .. pages_used), the submitter's; else NULL */
     uint32_t pages_used;
     uint64_t started_us, finished_us;
 } bd_load;
 
-/* Counts on the files not being changed in place: replace a variant by renaming a new directory over it. */
-BD_MUST_CHECK bd_status bd_loader_create(const bd_loader_options *options, bd_loader **out, bd_error *err);
-void bd_loader_destroy(bd_loader *loader); /* cancels and waits */
+/* Counts on the files not being changed in place: replace a variant by renaming a new directory
+ * over it. */
+BD_MUST_CHECK bd_status bd_loader_create(const bd_loader_options *options, bd_loader **out,
+                                         bd_error *err);
+void bd_loader_destroy(bd_loader *loader);              /* cancels and waits */
 const char *bd_loader_io_name(const bd_loader *loader); /* "uring" or "pread" */
-/* One sentence for the log when something better was refused (io_uring, registered buffers), else "". */
+/* One sentence for the log when something better was refused (io_uring, registered buffers);
+ * else "". */
 const char *bd_loader_io_reason(const bd_loader *loader);
 /* Takes a load with the input fields set and all others zero. BD_E_SHUTDOWN after destroy began. */
 BD_MUST_CHECK bd_status bd_loader_submit(bd_loader *loader, bd_load *load, bd_error *err);
