@@ -31,10 +31,10 @@ typedef struct bd_loader_options { /* 0 where a default is named */
 } bd_loader_options;
 
 typedef struct bd_load {
-    bd_message message;    /* internal */
-    const bd_delta *delta; /* borrowed until finished */
-    void *const *pages;    /* in the delta arena; borrowed and written until finished */
-    uint32_t page_count;   /* at least the plan's, see bd_overlay_pages_per_variant */
+    bd_message message;           /* internal */
+    const bd_delta *delta;        /* borrowed until finished */
+    void *const *pages;           /* in the delta arena; borrowed and written until finished */
+    uint32_t page_count;          /* at least the plan's, see bd_overlay_pages_per_variant */
     _Atomic uint32_t ready_count; /* ready indices complete and visible so far, see overlay.h */
     _Atomic uint64_t read_bytes;
     _Atomic bool cancel;   /* set by the submitter; the load still finishes, soon */
