@@ -12,6 +12,7 @@
 #include "bitdelta/base/half.h"
 
 #define OVERLAYS 3u
+#define STEP_ROWS 160u /* of a test's step */
 
 typedef struct known_matrix { /* a matrix as bytes and as numbers */
     uint32_t n, k;
@@ -290,9 +291,9 @@ static inline void fixture_open(fixture *f, bool plain) {
     bd_backend_options *o = &f->options;
     o->config = c;
     o->rank_count = 1;
-    if (o->rows_max == 0) o->rows_max = 80;
+    if (o->rows_max == 0) o->rows_max = STEP_ROWS;
     if (o->seqs_max == 0) o->seqs_max = 20;
-    if (o->logits_rows_max == 0) o->logits_rows_max = 80;
+    if (o->logits_rows_max == 0) o->logits_rows_max = STEP_ROWS;
     if (o->kv_block_tokens == 0) o->kv_block_tokens = 1u << pick(&f->rng, 0, 7);
     if (o->max_model_len == 0) o->max_model_len = 512;
     if (o->kv_block_count == 0) o->kv_block_count = 4096 / o->kv_block_tokens;
@@ -508,8 +509,6 @@ static inline double l2_distance(const float *a, const double *b, uint32_t count
 }
 
 /* ---- steps ---- */
-
-#define STEP_ROWS 80u
 
 typedef struct built_step { /* a step and the arrays it points to */
     bd_step step;

@@ -108,6 +108,7 @@ static void run_model(uint64_t seed, bool plain, uint32_t threads, bool wide) {
     }
     f.options.thread_count = threads;
     f.options.delta_bytes = 128u << 20;
+    f.options.rows_max = f.options.seqs_max = f.options.logits_rows_max = STEP_ROWS;
     fixture_open(&f, plain);
     for (uint32_t i = 0; i < OVERLAYS; i++) make_overlay(&f, &f.overlays[i], i);
     for (uint32_t round = 0; round < (wide ? 2u : 6u); round++) {
@@ -117,6 +118,12 @@ static void run_model(uint64_t seed, bool plain, uint32_t threads, bool wide) {
             memset(&b->step.row_count, 0, sizeof b->step.row_count);
             b->step.seq_count = b->step.segment_count = 0;
             step_add(&f, b, 1, 0, pick(&f.rng, 8, 70));
+        }
+        if (round == 1) { /* more rows of short segments than there is room for sum tables */
+            while (b->step.row_count < STEP_ROWS) {
+                step_add(&f, b, (int32_t)(b->step.seq_count % 2), 0, b->step.row_count % 5 < 4 ? 1 : 2);
+                if (b->step.row_count == STEP_ROWS - 1) break;
+            }
         }
         bd_error err;
         assert_int_equal(f.backend->ops->step_begin(f.backend, &b->step, &err), BD_OK);
@@ -151,13 +158,14 @@ static void test_rows_do_not_mix(void **state) {
     bd_error err;
     random_config(&f, 40);
     f.config.layers = 1;
+    f.options.seqs_max = STEP_ROWS;
     fixture_open(&f, false);
     for (uint32_t i = 0; i < OVERLAYS; i++) make_overlay(&f, &f.overlays[i], i);
     const uint32_t hidden = f.config.hidden, q = f.cpu->q_dim;
     float *x = must_calloc(hidden, 4), *alone = must_calloc(q, 4);
     for (uint32_t i = 0; i < hidden; i++) x[i] = (float)normal(&f.rng);
     for (int32_t overlay = -1; overlay < (int32_t)OVERLAYS; overlay++) {
-        for (uint32_t others = 0; others < 7; others++) {
+        for (uint32_t others = 0; others < 31; others += others < 7 ? 1 : 8) {
             built_step *b = step_create(&f);
             for (uint32_t i = 0; i < others; i++) step_add(&f, b, (int32_t)pick(&f.rng, 0, OVERLAYS) - 1, 0, 1);
             step_add(&f, b, overlay, 0, 1);

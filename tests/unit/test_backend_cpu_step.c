@@ -320,7 +320,7 @@ static void test_plane_layout(void **state) {
         assert_memory_equal(whole, rows, bytes);
         float *zero = must_calloc(k, 4), *signs = must_calloc(k, 4);
         const uint32_t row = pick(&rng, 0, n - 1);
-        bd_cpu_kernels_plain()->add_signs(signs, zero, whole + (size_t)row * bd_cpu_plane_stride(k), k, 2.0f);
+        bd_cpu_kernels_plain()->add_signs(signs, zero, bd_cpu_plane_at(whole, k, row, 0), k, 2.0f);
         for (uint32_t j = 0; j < k; j++) {
             const bool plus = src[1 + (size_t)row * src_stride + j / 8] >> j % 8 & 1;
             assert_true(signs[j] == (plus ? 2.0f : -2.0f));

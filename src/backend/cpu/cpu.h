@@ -13,10 +13,13 @@
 /* A segment of fewer rows multiplies the packed bits; a longer one rebuilds its weights tile by tile. */
 #define BD_CPU_SHORT_ROWS 8u
 /* Fewer base rows than this read the weights as they are; more go through float32 tiles. */
-#define BD_CPU_DIRECT_ROWS 16u
+#define BD_CPU_DIRECT_ROWS 32u
 #define BD_CPU_TILE_N 96u
 #define BD_CPU_TILE_K 512u /* a multiple of 32, so that a tile's bits start at a whole word */
 #define BD_CPU_DIRECT_N 48u
+/* Rows of short segments with sum tables in one operator; segments beyond rebuild their weights like long ones. */
+#define BD_CPU_TABLE_ROWS_MAX 128u
+#define BD_CPU_NO_TABLE UINT32_MAX
 #define BD_CPU_LORA_RANK_MAX 256u
 #define BD_CPU_HEAD_DIM_MAX 256u
 #define BD_CPU_QUERIES 16u /* queries of one attention task */
@@ -33,25 +36,38 @@ typedef struct bd_cpu_matrix { /* row-major [n, k]; data is not aligned */
 typedef struct bd_cpu_run { /* rows of one overlay */
     const bd_overlay *overlay; /* NULL: the base */
     uint32_t first, count;
+    uint32_t table_row; /* this operator's first sum table of the run, or BD_CPU_NO_TABLE */
 } bd_cpu_run;
 
-/* y[r][i] = sum_k x[r][k] * w[i][k], or with signs y[r][i] += scale[i] * sum_k +-x[r][k]; k is a multiple of 8. */
+/* y[r][i] = sum_k x[r][k] * w[i][k]; k is a multiple of 8. */
 typedef struct bd_cpu_dot {
     const float *const *x; /* [rows] */
     float *const *y;       /* [rows], each [n] */
     uint32_t rows, n, k;
-    bool add; /* to what y holds; signs are always added */
-    const uint8_t *w; /* rows of weights, or rows of a plane in our layout */
+    bool add; /* to what y holds */
+    const uint8_t *w;
     uint64_t stride_bytes;
-    const float *scale; /* signs only: [n] */
 } bd_cpu_dot;
+
+/* y[i] += scale[i] * sum_k +-x[k] for rows first + i of a plane.
+ * x comes as a sum table: for every three elements all eight sums, [word][11][8] with 11 triples to 32 elements (the last
+ * has two). One permute then adds three elements to each of eight outputs, where flipping signs takes four operations for
+ * eight weights. */
+typedef struct bd_cpu_signs {
+    const float *table;
+    float *y;
+    const uint8_t *plane;
+    const float *scale; /* of row first */
+    uint32_t first, count, words;
+} bd_cpu_signs;
 
 typedef struct bd_cpu_kernels {
     const char *name;
-    void (*dot[3])(const bd_cpu_dot *dot); /* y = x w; by bd_dtype F32, BF16, F16 */
-    void (*sign_dot)(const bd_cpu_dot *dot); /* y += scale * (x +- ...) */
+    void (*dot[3])(const bd_cpu_dot *dot); /* by bd_dtype F32, BF16, F16 */
+    void (*sum_table)(float *table, const float *x, uint32_t k);
+    void (*sign_dot)(const bd_cpu_signs *signs);
     void (*to_f32)(float *dst, const uint8_t *src, bd_dtype dtype, uint32_t count); /* count: any multiple of 8 */
-    /* dst[i] = src[i] +- scale; bits in our layout, from a whole word on; dst == src is fine. */
+    /* dst[i] = src[i] +- scale; bits: bd_cpu_plane_at of a row; dst == src is fine. */
     void (*add_signs)(float *dst, const float *src, const uint8_t *bits, uint32_t count, float scale);
     /* acc[q][d] += sum_t p[q][t] * v[t][d]; p rows BD_CPU_KV_TILE apart, acc rows BD_CPU_HEAD_DIM_MAX apart. */
     void (*weighted_sum)(float *acc, const float *p, uint32_t queries, const float *v, uint32_t tokens,
@@ -64,6 +80,7 @@ const bd_cpu_kernels *bd_cpu_kernels_avx2(void); /* NULL: not on this machine */
 typedef enum bd_cpu_buffer {
     BD_CPU_RESIDUAL, BD_CPU_NORMED, BD_CPU_Q, BD_CPU_K, BD_CPU_V, BD_CPU_ATTN, BD_CPU_ACT, BD_CPU_PROJ,
     BD_CPU_ROTATION,    /* cos and sin of each row */
+    BD_CPU_TABLES,      /* sum tables of rows of short segments */
     BD_CPU_LORA,        /* x A^T of each row, for up to three matrices */
     BD_CPU_LOGITS, BD_CPU_HEAD_IN,
     BD_CPU_KEYS, BD_CPU_VALUES,
@@ -114,9 +131,24 @@ static inline const bd_overlay *const *bd_cpu_row_overlays(const bd_cpu *cpu) {
     return cpu->buffers[BD_CPU_ROW_OVERLAY];
 }
 
-/* Bytes of one row of a plane in our layout: whole 32-bit words, element 8s + l of a word at bit 8s + l, 1 = minus
- * (so that a bit moved to the top flips a float's sign), 0 in the padding. */
-static inline uint32_t bd_cpu_plane_stride(uint32_t k) { return (k + 31u) / 32u * 4u; }
+/* A plane in our layout: rows in groups of eight; of a group the first 32-bit word of each row, then the second, ...
+ * Element 32w + b of a row is bit b of its word w; 1 = minus, so that a bit moved to the top flips a float's sign; 0 in
+ * the padding of a row. */
+static inline uint32_t bd_cpu_plane_words(uint32_t k) { return (k + 31u) / 32u; }
+
+static inline size_t bd_cpu_plane_offset(uint32_t words, uint32_t n, uint32_t word) {
+    return (((size_t)(n / 8u) * words + word) * 8u + n % 8u) * 4u;
+}
+
+/* The word of row n that holds element k0, a multiple of 32; the row's next words are 32 bytes apart. */
+static inline const uint8_t *bd_cpu_plane_at(const void *plane, uint32_t k, uint32_t n, uint32_t k0) {
+    return (const uint8_t *)plane + bd_cpu_plane_offset(bd_cpu_plane_words(k), n, k0 / 32u);
+}
+
+#define BD_CPU_PLANE_STEP 32u /* bytes from word to word of a row */
+#define BD_CPU_TRIPLES 11u
+#define BD_CPU_FOLD_WORDS 16u /* words summed before the sum joins the total: keeps rounding errors down */
+static inline size_t bd_cpu_table_floats(uint32_t k) { return (size_t)bd_cpu_plane_words(k) * BD_CPU_TRIPLES * 8u; }
 
 /* Sizes of all buffers for `workers`; false when a product overflows. */
 bool bd_cpu_sizes(const bd_backend_options *options, uint32_t workers, uint64_t sizes[BD_CPU_BUFFER_COUNT]);

@@ -109,6 +109,9 @@ bool bd_cpu_sizes(const bd_backend_options *o, uint32_t workers, uint64_t sizes[
     const uint64_t rows = o->rows_max, logits_rows = o->logits_rows_max;
     const uint64_t kv_row_bytes = (c->head_dim + 7u) / 8u * 8u * sizeof(float);
     const uint64_t kv_tokens = (uint64_t)o->kv_block_count * o->kv_block_tokens;
+    const uint32_t widest = c->ffn > c->hidden ? c->ffn : c->hidden;
+    const uint64_t table_bytes = bd_cpu_table_floats(q_dim > widest ? (uint32_t)q_dim : widest) * sizeof(float);
+    const uint64_t most_rows = rows > logits_rows ? rows : logits_rows;
     const struct {
         bd_cpu_buffer which;
         uint64_t a, b, c;
@@ -122,7 +125,8 @@ bool bd_cpu_sizes(const bd_backend_options *o, uint32_t workers, uint64_t sizes[
         {BD_CPU_ACT, rows, c->ffn, 4},
         {BD_CPU_PROJ, rows, c->hidden, 4},
         {BD_CPU_ROTATION, rows, c->rope.rotary_dim, 4},
-        {BD_CPU_LORA, rows > logits_rows ? rows : logits_rows, 3ull * BD_CPU_LORA_RANK_MAX, 4},
+        {BD_CPU_TABLES, most_rows < BD_CPU_TABLE_ROWS_MAX ? most_rows : BD_CPU_TABLE_ROWS_MAX, table_bytes, 1},
+        {BD_CPU_LORA, most_rows, 3ull * BD_CPU_LORA_RANK_MAX, 4},
         {BD_CPU_LOGITS, logits_rows, c->vocab, 4},
         {BD_CPU_HEAD_IN, logits_rows, c->hidden, 4},
         {BD_CPU_KEYS, kv_tokens, (uint64_t)c->layers * c->kv_heads, kv_row_bytes},

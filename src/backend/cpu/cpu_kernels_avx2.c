@@ -101,52 +101,68 @@ INLINE __m256 sign_mask(uint32_t word, uint32_t group) {
     return _mm256_and_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(-0.0f));
 }
 
-INLINE uint32_t load_word(const uint8_t *bits, uint32_t k) {
-    uint32_t word;
-    memcpy(&word, bits + k / 32u * 4u, sizeof word);
-    return word;
+AVX2 static void avx2_sum_table(float *table, const float *x, uint32_t k) {
+    const __m256 sign[3] = {sign_mask(0xaa, 0), sign_mask(0xcc, 0), sign_mask(0xf0, 0)}; /* bit b of the lane's number */
+    for (uint32_t w = 0; w < bd_cpu_plane_words(k); w++) {
+        float part[33] = {0};
+        memcpy(part, x + 32u * w, (k - 32u * w < 32u ? k - 32u * w : 32u) * sizeof *part);
+        for (uint32_t t = 0; t < BD_CPU_TRIPLES; t++, table += 8) {
+            const __m256 a = _mm256_xor_ps(_mm256_set1_ps(part[3 * t]), sign[0]);
+            const __m256 b = _mm256_xor_ps(_mm256_set1_ps(part[3 * t + 1]), sign[1]);
+            const __m256 c = _mm256_xor_ps(_mm256_set1_ps(part[3 * t + 2]), sign[2]);
+            _mm256_storeu_ps(table, _mm256_add_ps(_mm256_add_ps(a, b), c));
+        }
+    }
 }
 
-INLINE void sign_block(const bd_cpu_dot *dot, uint32_t i, uint32_t r, const uint32_t NW, const uint32_t R) {
-    __m256 acc[4][4];
-    const uint8_t *w[4];
-    const float *x[4];
-    UNROLL for (uint32_t a = 0; a < NW; a++) {
-        w[a] = dot->w + (i + a) * dot->stride_bytes;
-        UNROLL for (uint32_t b = 0; b < R; b++) acc[a][b] = _mm256_setzero_ps();
+/* G groups of eight rows from group `first` on: signed sums to out[8 G]. */
+INLINE void signed_sums(const bd_cpu_signs *signs, uint32_t first, float *out, const uint32_t G) {
+    __m256 sums[4], part[4];
+    const uint8_t *bits[4];
+    UNROLL for (uint32_t g = 0; g < G; g++) {
+        bits[g] = signs->plane + bd_cpu_plane_offset(signs->words, 8 * (first + g), 0);
+        sums[g] = part[g] = _mm256_setzero_ps();
     }
-    UNROLL for (uint32_t b = 0; b < R; b++) x[b] = dot->x[r + b];
-    const uint32_t count = dot->k, whole = count / 32u * 32u;
-    for (uint32_t k = 0; k < count; k += 32) {
-        uint32_t words[4];
-        UNROLL for (uint32_t a = 0; a < NW; a++) words[a] = load_word(w[a], k);
-        const uint32_t groups = k < whole ? 4 : (count - k) / 8u;
-        for (uint32_t g = 0; g < groups; g++) {
-            __m256 xs[4];
-            UNROLL for (uint32_t b = 0; b < R; b++) xs[b] = _mm256_loadu_ps(x[b] + k + 8 * g);
-            UNROLL for (uint32_t a = 0; a < NW; a++) {
-                const __m256 mask = sign_mask(words[a], g);
-                UNROLL for (uint32_t b = 0; b < R; b++) {
-                    acc[a][b] = _mm256_add_ps(acc[a][b], _mm256_xor_ps(xs[b], mask));
+    const float *table = signs->table;
+    for (uint32_t w = 0; w < signs->words;) {
+        const uint32_t end = signs->words - w < BD_CPU_FOLD_WORDS ? signs->words : w + BD_CPU_FOLD_WORDS;
+        for (; w < end; w++) {
+            __m256i index[4];
+            UNROLL for (uint32_t g = 0; g < G; g++) {
+                index[g] = _mm256_loadu_si256((const __m256i *)(const void *)(bits[g] + (size_t)w * BD_CPU_PLANE_STEP));
+            }
+            UNROLL for (uint32_t t = 0; t < BD_CPU_TRIPLES; t++, table += 8) {
+                const __m256 eight = _mm256_loadu_ps(table);
+                UNROLL for (uint32_t g = 0; g < G; g++) {
+                    part[g] = _mm256_add_ps(part[g], _mm256_permutevar8x32_ps(eight, index[g]));
+                    index[g] = _mm256_srli_epi32(index[g], 3);
                 }
             }
         }
+        UNROLL for (uint32_t g = 0; g < G; g++) {
+            sums[g] = _mm256_add_ps(sums[g], part[g]);
+            part[g] = _mm256_setzero_ps();
+        }
     }
-    UNROLL for (uint32_t b = 0; b < R; b++) {
-        UNROLL for (uint32_t a = 0; a < NW; a++) dot->y[r + b][i + a] += dot->scale[i + a] * lane_sum(acc[a][b]);
-    }
+    UNROLL for (uint32_t g = 0; g < G; g++) _mm256_storeu_ps(out + 8 * g, sums[g]);
 }
 
-INLINE void sign_rows(const bd_cpu_dot *dot, uint32_t i, const uint32_t NW) {
-    uint32_t r = 0;
-    for (; r + 2 <= dot->rows; r += 2) sign_block(dot, i, r, NW, 2);
-    if (r < dot->rows) sign_block(dot, i, r, NW, 1);
-}
-
-AVX2 static void avx2_sign_dot(const bd_cpu_dot *dot) {
-    uint32_t i = 0;
-    for (; i + 4 <= dot->n; i += 4) sign_rows(dot, i, 4);
-    for (; i < dot->n; i++) sign_rows(dot, i, 1);
+AVX2 static void avx2_sign_dot(const bd_cpu_signs *signs) {
+    const uint32_t end = signs->first + signs->count;
+    for (uint32_t group = signs->first / 8u; 8 * group < end;) {
+        float sums[32];
+        const uint32_t groups = (end - 8 * group + 7) / 8u >= 4 ? 4 : 1;
+        if (groups == 4) {
+            signed_sums(signs, group, sums, 4);
+        } else {
+            signed_sums(signs, group, sums, 1);
+        }
+        for (uint32_t n = 8 * group; n < 8 * (group + groups) && n < end; n++) {
+            if (n < signs->first) continue; /* a neighbour's */
+            signs->y[n - signs->first] += signs->scale[n - signs->first] * sums[n - 8 * group];
+        }
+        group += groups;
+    }
 }
 
 AVX2 static void avx2_to_f32(float *dst, const uint8_t *src, bd_dtype dtype, uint32_t count) {
@@ -162,7 +178,8 @@ AVX2 static void avx2_to_f32(float *dst, const uint8_t *src, bd_dtype dtype, uin
 AVX2 static void avx2_add_signs(float *dst, const float *src, const uint8_t *bits, uint32_t count, float scale) {
     const __m256 wide = _mm256_set1_ps(scale);
     for (uint32_t k = 0; k < count; k += 32) {
-        const uint32_t word = load_word(bits, k);
+        uint32_t word;
+        memcpy(&word, bits + k / 32u * BD_CPU_PLANE_STEP, sizeof word);
         const uint32_t groups = count - k >= 32 ? 4 : (count - k) / 8u;
         for (uint32_t g = 0; g < groups; g++) {
             const uint32_t at = k + 8 * g;
@@ -201,6 +218,7 @@ AVX2 static void avx2_weighted_sum(float *acc, const float *p, uint32_t queries,
 static const bd_cpu_kernels avx2_kernels = {
     .name = "avx2",
     .dot = {[BD_DTYPE_F32] = avx2_dot_f32, [BD_DTYPE_BF16] = avx2_dot_bf16, [BD_DTYPE_F16] = avx2_dot_f16},
+    .sum_table = avx2_sum_table,
     .sign_dot = avx2_sign_dot,
     .to_f32 = avx2_to_f32,
     .add_signs = avx2_add_signs,

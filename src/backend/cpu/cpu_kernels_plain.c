@@ -52,23 +52,41 @@ static uint32_t load_word(const uint8_t *bits) {
 
 static float flip(float value, uint32_t word, uint32_t bit) { return (word >> bit) & 1u ? -value : value; }
 
-static void plain_sign_dot(const bd_cpu_dot *dot) {
-    for (uint32_t i = 0; i < dot->n; i++) {
-        const uint8_t *bits = dot->w + i * dot->stride_bytes;
-        for (uint32_t r = 0; r < dot->rows; r++) {
-            float lanes[LANES] = {0};
-            for (uint32_t k = 0; k < dot->k; k += LANES) {
-                const uint32_t word = load_word(bits + k / 32u * 4u);
-                for (uint32_t l = 0; l < LANES; l++) lanes[l] += flip(dot->x[r][k + l], word, k % 32u + l);
+static void plain_sum_table(float *table, const float *x, uint32_t k) {
+    for (uint32_t w = 0; w < bd_cpu_plane_words(k); w++) {
+        float part[33] = {0};
+        memcpy(part, x + 32u * w, (k - 32u * w < 32u ? k - 32u * w : 32u) * sizeof *part);
+        for (uint32_t t = 0; t < BD_CPU_TRIPLES; t++) {
+            for (uint32_t j = 0; j < 8; j++) {
+                *table++ = (flip(part[3 * t], j, 0) + flip(part[3 * t + 1], j, 1)) + flip(part[3 * t + 2], j, 2);
             }
-            dot->y[r][i] += dot->scale[i] * lane_sum(lanes);
         }
+    }
+}
+
+static float plain_signed_sum(const bd_cpu_signs *signs, uint32_t n) {
+    float sum = 0.0f, part = 0.0f;
+    for (uint32_t w = 0; w < signs->words; w++) {
+        uint32_t word = load_word(signs->plane + bd_cpu_plane_offset(signs->words, n, w));
+        const float *table = signs->table + (size_t)w * BD_CPU_TRIPLES * 8u;
+        for (uint32_t t = 0; t < BD_CPU_TRIPLES; t++, word >>= 3) part += table[8u * t + (word & 7u)];
+        if (w % BD_CPU_FOLD_WORDS == BD_CPU_FOLD_WORDS - 1) {
+            sum += part;
+            part = 0.0f;
+        }
+    }
+    return sum + part;
+}
+
+static void plain_sign_dot(const bd_cpu_signs *signs) {
+    for (uint32_t i = 0; i < signs->count; i++) {
+        signs->y[i] += signs->scale[i] * plain_signed_sum(signs, signs->first + i);
     }
 }
 
 static void plain_add_signs(float *dst, const float *src, const uint8_t *bits, uint32_t count, float scale) {
     for (uint32_t i = 0; i < count; i++) {
-        dst[i] = src[i] + flip(scale, load_word(bits + i / 32u * 4u), i % 32u);
+        dst[i] = src[i] + flip(scale, load_word(bits + i / 32u * BD_CPU_PLANE_STEP), i % 32u);
     }
 }
 
@@ -86,6 +104,7 @@ static void plain_weighted_sum(float *acc, const float *p, uint32_t queries, con
 static const bd_cpu_kernels plain_kernels = {
     .name = "plain",
     .dot = {[BD_DTYPE_F32] = plain_dot_f32, [BD_DTYPE_BF16] = plain_dot_bf16, [BD_DTYPE_F16] = plain_dot_f16},
+    .sum_table = plain_sum_table,
     .sign_dot = plain_sign_dot,
     .to_f32 = plain_to_f32,
     .add_signs = plain_add_signs,

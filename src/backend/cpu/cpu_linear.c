@@ -3,9 +3,10 @@
  * A task is a block of rows of one weight matrix and does everything for it, for all rows of the batch:
  *   few base rows:   the weights are read once, as they are, for all rows together (dot kernels);
  *   many base rows:  the block is expanded to float32 in cache-sized tiles, each multiplied by all rows;
- *   short segments:  a base product as above, then their own bits on top (sign_dot);
+ *   short segments:  a base product as above, then their own bits on top (sign_dot, from tables of each row's sums);
  *   long segments:   tile + planes = the variant's own weights, again tile by tile.
  * No matrix is ever expanded as a whole. Owner: the executor thread; blocks are spread over the pool. */
+#include <assert.h>
 #include <math.h>
 #include <string.h>
 
@@ -25,9 +26,9 @@ typedef struct target { /* one matrix of a group */
 typedef struct linear_job {
     bd_cpu *cpu;
     const float *x; /* [rows][k] */
-    const bd_cpu_run *runs;
+    bd_cpu_run *runs;
     uint32_t rows, k, run_count;
-    uint32_t target_count, block_n, task_count;
+    uint32_t target_count, block_n, task_count, table_rows;
     bool gated, lora;
     target targets[TARGETS_MAX];
 } linear_job;
@@ -71,17 +72,18 @@ static part part_at(const target *to, const bd_overlay *overlay, uint32_t n, uin
     return piece;
 }
 
-static bool has_planes(const block *b, const bd_overlay *overlay) {
+static bool has_planes(const target *to, const bd_overlay *overlay, uint32_t n0, uint32_t n1) {
     part piece;
-    for (uint32_t n = b->n0; n < b->n1; n = piece.end) {
-        piece = part_at(b->to, overlay, n, b->n1);
+    for (uint32_t n = n0; n < n1; n = piece.end) {
+        piece = part_at(to, overlay, n, n1);
         if (piece.linear != NULL && piece.linear->plane_count > 0) return true;
     }
     return false;
 }
 
+/* Multiplies by its own weights, rebuilt; else by the base's, with planes on top if it has any. */
 static bool is_long(const block *b, const bd_cpu_run *run) {
-    return run->count >= BD_CPU_SHORT_ROWS && has_planes(b, run->overlay);
+    return run->table_row == BD_CPU_NO_TABLE && has_planes(b->to, run->overlay, b->n0, b->n1);
 }
 
 static const uint8_t *matrix_row(const bd_cpu_matrix *w, uint32_t n, uint32_t k) {
@@ -109,14 +111,19 @@ static void base_direct(const block *b) {
                                                    .stride_bytes = w->stride_bytes});
 }
 
-/* Eight rows at a time, so that they stay in the first cache while the tile streams from the second. */
+/* Eight rows at a time, so that they stay in the first cache while the tile streams from the second. They are copied
+ * side by side: rows of the batch are often a multiple of 4096 bytes apart and would evict each other. */
 static void multiply(const bd_cpu *cpu, const multiply_job *m) {
+    static_assert(BD_CPU_LORA_RANK_MAX <= BD_CPU_TILE_K, "a LoRA pair's inner dimension is one tile deep");
     const float *x[BD_CPU_SHORT_ROWS];
     float *y[BD_CPU_SHORT_ROWS];
+    _Alignas(64) float rows_copy[BD_CPU_SHORT_ROWS * (BD_CPU_TILE_K + 16u)];
     for (uint32_t first = 0; first < m->rows; first += BD_CPU_SHORT_ROWS) {
         const uint32_t rows = m->rows - first < BD_CPU_SHORT_ROWS ? m->rows - first : BD_CPU_SHORT_ROWS;
         for (uint32_t r = 0; r < rows; r++) {
-            x[r] = m->x + (size_t)(first + r) * m->x_stride;
+            float *copy = rows_copy + r * (BD_CPU_TILE_K + 16u);
+            memcpy(copy, m->x + (size_t)(first + r) * m->x_stride, m->depth * sizeof *copy);
+            x[r] = copy;
             y[r] = m->y + (size_t)(first + r) * m->y_stride;
         }
         cpu->kernels->dot[BD_DTYPE_F32](&(bd_cpu_dot){.x = x, .y = y, .rows = rows, .n = m->n, .k = m->depth,
@@ -138,7 +145,6 @@ static void tile_multiply(const block *b, const float *tile, uint32_t first_row,
 static void tile_add_planes(const block *b, const bd_overlay *overlay, float *out, const float *tile, uint32_t k0,
                             uint32_t depth) {
     const bd_cpu_kernels *kernels = b->job->cpu->kernels;
-    const size_t stride = bd_cpu_plane_stride(b->job->k);
     part piece;
     for (uint32_t n = b->n0; n < b->n1; n = piece.end) {
         piece = part_at(b->to, overlay, n, b->n1);
@@ -149,7 +155,7 @@ static void tile_add_planes(const block *b, const bd_overlay *overlay, float *ou
             if (planes == 0 && row != from) memcpy(row, from, depth * sizeof *row);
             for (uint32_t p = 0; p < planes; p++) {
                 const bd_plane *plane = &piece.linear->planes[p];
-                const uint8_t *bits = (const uint8_t *)plane->bits + (i - piece.first) * stride + k0 / 8u;
+                const uint8_t *bits = bd_cpu_plane_at(plane->bits, b->job->k, i - piece.first, k0);
                 kernels->add_signs(row, p == 0 ? from : row, bits, depth, plane->scale[i - piece.first]);
             }
         }
@@ -192,25 +198,26 @@ static void base_and_long_tiled(const block *b, bool shared) {
     }
 }
 
+static float *sum_table(const linear_job *job, uint32_t table_row) {
+    return bd_cpu_f32(job->cpu, BD_CPU_TABLES) + table_row * bd_cpu_table_floats(job->k);
+}
+
 static void add_short_signs(const block *b, const bd_cpu_run *run) {
     const linear_job *job = b->job;
-    const float *x[BD_CPU_SHORT_ROWS];
-    float *y[BD_CPU_SHORT_ROWS];
     part piece;
     for (uint32_t n = b->n0; n < b->n1; n = piece.end) {
         piece = part_at(b->to, run->overlay, n, b->n1);
         const uint32_t planes = piece.linear != NULL ? piece.linear->plane_count : 0;
-        for (uint32_t r = 0; r < run->count && planes > 0; r++) {
-            x[r] = job->x + (size_t)(run->first + r) * job->k;
-            y[r] = b->y + (size_t)(run->first + r) * b->y_stride + (n - b->n0);
-        }
         for (uint32_t p = 0; p < planes; p++) {
             const bd_plane *plane = &piece.linear->planes[p];
-            const size_t stride = bd_cpu_plane_stride(job->k);
-            job->cpu->kernels->sign_dot(&(bd_cpu_dot){
-                .x = x, .y = y, .rows = run->count, .n = piece.end - n, .k = job->k, .stride_bytes = stride,
-                .w = (const uint8_t *)plane->bits + (n - piece.first) * stride,
-                .scale = plane->scale + (n - piece.first)});
+            bd_cpu_signs signs = {.plane = plane->bits, .scale = plane->scale + (n - piece.first),
+                                  .first = n - piece.first, .count = piece.end - n,
+                                  .words = bd_cpu_plane_words(job->k)};
+            for (uint32_t r = 0; r < run->count; r++) {
+                signs.table = sum_table(job, run->table_row + r);
+                signs.y = b->y + (size_t)(run->first + r) * b->y_stride + (n - b->n0);
+                job->cpu->kernels->sign_dot(&signs);
+            }
         }
     }
 }
@@ -275,7 +282,7 @@ static void compute_block(const block *b) {
     if (shared_rows > 0 && !shared_tiled) base_direct(b);
     for (uint32_t i = 0; i < job->run_count; i++) {
         const bd_cpu_run *run = &job->runs[i];
-        if (run->count < BD_CPU_SHORT_ROWS) add_short_signs(b, run);
+        if (run->table_row != BD_CPU_NO_TABLE) add_short_signs(b, run);
         finish_run(b, run);
     }
 }
@@ -374,6 +381,35 @@ static bd_status check_lora(linear_job *job, bd_error *err) {
     return BD_OK;
 }
 
+static void table_task(void *ctx, uint32_t index, uint32_t worker) {
+    const linear_job *job = ctx;
+    (void)worker;
+    for (uint32_t i = 0; i < job->run_count; i++) {
+        const bd_cpu_run *run = &job->runs[i];
+        if (run->table_row == BD_CPU_NO_TABLE || index < run->table_row || index - run->table_row >= run->count) continue;
+        const float *x = job->x + (size_t)(run->first + (index - run->table_row)) * job->k;
+        job->cpu->kernels->sum_table(sum_table(job, index), x, job->k);
+        return;
+    }
+}
+
+/* Gives short runs with planes their sum tables, as far as there is room, and fills them. */
+static void make_tables(linear_job *job) {
+    for (uint32_t i = 0; i < job->run_count; i++) {
+        bd_cpu_run *run = &job->runs[i];
+        bool planes = false;
+        run->table_row = BD_CPU_NO_TABLE;
+        if (run->count >= BD_CPU_SHORT_ROWS || run->count > BD_CPU_TABLE_ROWS_MAX - job->table_rows) continue;
+        for (uint32_t t = 0; t < job->target_count; t++) {
+            planes = planes || has_planes(&job->targets[t], run->overlay, 0, job->targets[t].w->n);
+        }
+        if (!planes) continue;
+        run->table_row = job->table_rows;
+        job->table_rows += run->count;
+    }
+    bd_cpu_for(job->cpu, job->table_rows, 4ull * job->table_rows * job->k, table_task, job);
+}
+
 static bd_status run_job(linear_job *job, bd_error *err) {
     bd_cpu *cpu = job->cpu;
     const bd_status status = check_lora(job, err);
@@ -384,12 +420,13 @@ static bd_status run_job(linear_job *job, bd_error *err) {
         n += job->targets[t].w->n;
     }
     const uint64_t work = n * job->k * job->rows;
-    /* Four tasks a worker level out their speeds; below 12 outputs a task is mostly overhead. */
-    uint64_t block_n = n / (4ull * cpu->workers) / 12u * 12u;
+    /* Four tasks a worker level out their speeds; below 24 outputs a task is mostly overhead. */
+    uint64_t block_n = n / (4ull * cpu->workers) / 24u * 24u;
     const uint32_t most = job->rows < BD_CPU_DIRECT_ROWS ? BD_CPU_DIRECT_N : BD_CPU_TILE_N;
     if (block_n > most) block_n = most;
-    job->block_n = block_n < 12 ? 12 : (uint32_t)block_n;
+    job->block_n = block_n < 24 ? 24 : (uint32_t)block_n;
     job->task_count = 0;
+    make_tables(job);
     for (uint32_t t = 0; t < job->target_count; t++) {
         job->targets[t].first_task = job->task_count;
         if (job->gated && t > 0) break;

@@ -35,7 +35,7 @@ static void embed_row(void *ctx, uint32_t row, uint32_t worker) {
         const bd_overlay_linear *block = &overlay->embed[token / overlay->block_rows];
         const uint32_t n = token % overlay->block_rows;
         for (uint32_t p = 0; p < block->plane_count; p++) {
-            const uint8_t *bits = (const uint8_t *)block->planes[p].bits + (size_t)n * bd_cpu_plane_stride(hidden);
+            const uint8_t *bits = bd_cpu_plane_at(block->planes[p].bits, hidden, n, 0);
             cpu->kernels->add_signs(out, out, bits, hidden, block->planes[p].scale[n]);
         }
         add_lora_row(out, block, n, hidden);

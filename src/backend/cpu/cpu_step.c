@@ -52,7 +52,7 @@ static void fill_runs(bd_cpu *cpu, const bd_step *step) {
             BD_ASSERT(overlay->rope_table < cpu->options.rope_tables_max);
             BD_ASSERT(overlay->extra_rows == 0);
         }
-        runs[count++] = (bd_cpu_run){overlay, row, segment->row_count};
+        runs[count++] = (bd_cpu_run){overlay, row, segment->row_count, BD_CPU_NO_TABLE};
         for (uint32_t r = 0; r < segment->row_count; r++) of_row[row + r] = overlay;
         row += segment->row_count;
     }
@@ -66,7 +66,7 @@ static void fill_runs(bd_cpu *cpu, const bd_step *step) {
         if (cpu->head_run_count > 0 && heads[cpu->head_run_count - 1].overlay == overlay) {
             heads[cpu->head_run_count - 1].count++;
         } else {
-            heads[cpu->head_run_count++] = (bd_cpu_run){overlay, i, 1};
+            heads[cpu->head_run_count++] = (bd_cpu_run){overlay, i, 1, BD_CPU_NO_TABLE};
         }
     }
 }

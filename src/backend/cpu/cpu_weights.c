@@ -163,7 +163,20 @@ bd_status bd_cpu_rope_table_put(bd_backend *backend, uint32_t table, const float
 }
 
 uint64_t bd_cpu_plane_bytes(uint32_t n, uint32_t k) {
-    return ((uint64_t)n * bd_cpu_plane_stride(k) + 63u) / 64u * 64u;
+    return ((uint64_t)bd_cpu_plane_offset(bd_cpu_plane_words(k), (n + 7u) / 8u * 8u, 0) + 63u) / 64u * 64u;
+}
+
+static void put_row(uint8_t *to, const uint8_t *from, uint32_t bytes) {
+    uint32_t word = 0;
+    for (; bytes >= 4; bytes -= 4, from += 4, to += BD_CPU_PLANE_STEP) {
+        memcpy(&word, from, 4);
+        word = ~word;
+        memcpy(to, &word, 4);
+    }
+    if (bytes == 0) return;
+    word = 0;
+    for (uint32_t b = 0; b < bytes; b++) word |= (uint32_t)(uint8_t)~from[b] << 8 * b;
+    memcpy(to, &word, 4);
 }
 
 bd_status bd_cpu_plane_put(bd_backend *backend, void *dst, uint32_t n, uint32_t k, uint32_t first_row,
@@ -171,12 +184,10 @@ bd_status bd_cpu_plane_put(bd_backend *backend, void *dst, uint32_t n, uint32_t 
     (void)backend;
     (void)err;
     BD_ASSERT(k % 8u == 0 && first_row <= n && row_count <= n - first_row);
-    const uint32_t stride = bd_cpu_plane_stride(k), bytes = k / 8u;
+    const uint32_t words = bd_cpu_plane_words(k);
     for (uint32_t r = 0; r < row_count; r++) {
-        const uint8_t *from = (const uint8_t *)src + r * src_stride_bytes;
-        uint8_t *to = (uint8_t *)dst + (uint64_t)(first_row + r) * stride;
-        for (uint32_t b = 0; b < bytes; b++) to[b] = (uint8_t)~from[b];
-        memset(to + bytes, 0, stride - bytes);
+        uint8_t *to = (uint8_t *)dst + bd_cpu_plane_offset(words, first_row + r, 0);
+        put_row(to, (const uint8_t *)src + r * src_stride_bytes, k / 8u);
     }
     return BD_OK;
 }
