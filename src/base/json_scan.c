@@ -49,7 +49,7 @@ static bd_status count_node(scanner *s) {
 
 static bool inside_object(const scanner *s) {
     uint32_t level = s->depth - 1;
-    return (s->object_bits[level / 8] >> (level % 8) & 1u) != 0;
+    return ((unsigned)s->object_bits[level / 8] >> (level % 8) & 1u) != 0;
 }
 
 static bd_status push(scanner *s, bool object) {
