@@ -57,7 +57,6 @@ typedef struct bd_router_choice {
 
 struct bd_router {
     bd_router_options options;
-    char *base_dir;
     bd_map *names;
     bd_router_queue **queues; /* the base first, then by name */
     uint32_t queue_count, queue_cap;

@@ -148,6 +148,10 @@ typedef struct fake_device {
     char fault[256];
     /* Planted trouble. */
     _Atomic bool lose_device, hang, fail_step, nan;
+    /* From this step on (0: never) the device waits for trouble to be planted or the engine to be
+     * stopped, so that a test need not hit the moment. */
+    _Atomic uint64_t hold_from;
+    bd_engine *engine;
     int32_t nan_token;                  /* a row with this token has a NaN logit, when nan is set */
     uint64_t served[FAKE_VARIANTS_MAX]; /* steps with rows of variant i (digest word i + 1) */
     uint64_t longest_gap, last_step[FAKE_VARIANTS_MAX];
@@ -281,6 +285,11 @@ static inline bd_status fake_forward(void *ctx, const bd_step *step, bd_error *e
     fake_check_seqs(fake, step);
     fake_count_service(fake, step);
     if (fake->delay_us_max > 0) fake_sleep_us(fake_below(&fake->rng, fake->delay_us_max));
+    while (fake->engine && !atomic_load(&fake->engine->stopping)) {
+        uint64_t from = atomic_load(&fake->hold_from);
+        if (from == 0 || atomic_load(&fake->steps) < from) break;
+        fake_sleep_us(200);
+    }
     if (atomic_load(&fake->fail_step)) {
         atomic_store(&fake->fail_step, false);
         return bd_fail(err, BD_E_INTERNAL, "planted", "this step fails");

@@ -3,6 +3,7 @@
  * output must be that of Hugging Face transformers (tests/data/golden), prompt log-probabilities
  * too; sampled output must be what the same request gives when nothing else runs. Prompts and seeds
  * are fixed, so that no choice is a near tie by chance. */
+#include <pthread.h>
 #include <stdatomic.h>
 #include <time.h>
 
@@ -40,7 +41,8 @@ typedef struct world {
     bd_loader *loader;
     bd_cache *cache;
     bd_router *router;
-    _Atomic(bd_engine *) engine;
+    pthread_mutex_t lock;
+    bd_engine *engine; /* guarded by lock against the loader's thread */
     _Atomic uint32_t done;
 } world;
 
@@ -117,8 +119,15 @@ static int teardown(void **state) {
 
 static void on_load_moved(void *ctx) {
     world *w = ctx;
-    bd_engine *engine = atomic_load(&w->engine);
-    if (engine) bd_engine_wake(engine);
+    pthread_mutex_lock(&w->lock);
+    if (w->engine) bd_engine_wake(w->engine);
+    pthread_mutex_unlock(&w->lock);
+}
+
+static void set_engine(world *w, bd_engine *engine) {
+    pthread_mutex_lock(&w->lock);
+    w->engine = engine;
+    pthread_mutex_unlock(&w->lock);
 }
 
 static void report_fault(void *ctx, const char *dir, const bd_error *err) {
@@ -142,6 +151,7 @@ static void open_world(world *w, uint32_t chunk, bool prefix_cache) {
     bd_error err = {0};
     uint32_t added;
     memset(w, 0, sizeof *w);
+    pthread_mutex_init(&w->lock, NULL);
     const bd_model_options model = {.dir = "demo/zen-mini",
                                     .ops = bd_backend_cpu_ops(),
                                     .rank_count = 1,
@@ -178,12 +188,12 @@ static void open_world(world *w, uint32_t chunk, bool prefix_cache) {
     bd_engine *engine;
     MS_OK(bd_engine_create(&options, &engine, &err), err);
     bd_router_attach(w->router, engine);
-    atomic_store(&w->engine, engine);
+    set_engine(w, engine);
     MS_OK(bd_engine_start(engine, &err), err);
 }
 
 static void close_world(world *w) {
-    bd_engine *engine = atomic_load(&w->engine);
+    bd_engine *engine = w->engine;
     bd_engine_stats stats;
     bd_engine_stop(engine);
     bd_engine_stats_get(engine, &stats);
@@ -191,12 +201,13 @@ static void close_world(world *w) {
            (unsigned long long)stats.preemptions, (unsigned long long)stats.prefix_hit_tokens);
     assert_int_equal(stats.kv_blocks_used, 0);
     assert_true(bd_router_idle(w->router));
-    atomic_store(&w->engine, NULL);
+    set_engine(w, NULL);
     bd_engine_destroy(engine);
     bd_router_destroy(w->router);
     bd_cache_destroy(w->cache);
     bd_loader_destroy(w->loader);
     bd_model_close(w->model);
+    pthread_mutex_destroy(&w->lock);
 }
 
 /* ---- Requests ---- */

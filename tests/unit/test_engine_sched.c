@@ -214,6 +214,7 @@ static void start(script *s, bd_engine_options *options, fake_device *fake) {
     bd_error err;
     s->fake = fake;
     assert_int_equal(bd_engine_create_on(options, &fake->device, &s->engine, &err), BD_OK);
+    fake->engine = s->engine;
     assert_int_equal(bd_engine_start(s->engine, &err), BD_OK);
 }
 
@@ -344,6 +345,8 @@ static void test_rotation(void **state) {
     free(s.clients);
 }
 
+enum { HELD_STEP = 40 }; /* by then much is running and much is still to come */
+
 typedef enum trouble {
     TROUBLE_STOP,
     TROUBLE_LOST,
@@ -353,11 +356,13 @@ typedef enum trouble {
 } trouble;
 
 static void make_trouble(script *s, fake_device *fake, trouble kind) {
-    fake_sleep_us(20000);
+    while (atomic_load(&fake->steps) < HELD_STEP)
+        fake_sleep_us(500);
     if (kind == TROUBLE_LOST) atomic_store(&fake->lose_device, true);
     if (kind == TROUBLE_HANG) atomic_store(&fake->hang, true);
     if (kind == TROUBLE_STEP) atomic_store(&fake->fail_step, true);
     if (kind == TROUBLE_STOP) bd_engine_stop(s->engine);
+    atomic_store(&fake->hold_from, 0);
     wait_over(s);
 }
 
@@ -390,7 +395,6 @@ static void run_trouble(trouble kind) {
     bd_engine_options options = base_options(&s);
     options.step_deadline_us = kind == TROUBLE_HANG ? 50000 : 0;
     fake_device_init(&fake, &options, 60, 4, 1);
-    fake.delay_us_max = 2000;
     fake.nan_token = 7;
     if (kind == TROUBLE_NAN) atomic_store(&fake.nan, true);
     make_variants(variants, VARIANTS);
@@ -398,6 +402,7 @@ static void run_trouble(trouble kind) {
     assert_non_null(s.clients);
     for (uint32_t i = 0; i < CLIENTS; i++)
         make_client(&s, &s.clients[i], variants, VARIANTS, true);
+    atomic_store(&fake.hold_from, HELD_STEP);
     start(&s, &options, &fake);
     make_trouble(&s, &fake, kind);
     if (kind == TROUBLE_HANG) atomic_store(&fake.hang, false); /* the device comes back too late */

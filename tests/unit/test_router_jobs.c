@@ -193,6 +193,7 @@ static void open_world(world *w, uint32_t pages, uint32_t cold_wait_us, uint32_t
 static void start_world(world *w) {
     bd_error err;
     w->cache.engine = w->engine;
+    w->fake.engine = w->engine;
     assert_int_equal(bd_engine_start(w->engine, &err), BD_OK);
 }
 
@@ -386,7 +387,8 @@ static void run_end_of_world(bool lost) {
     world w;
     fake_rng rng = {fake_seed()};
     open_world(&w, 2, 20000, 0);
-    w.fake.delay_us_max = 2000;
+    const uint64_t held_step = 30;
+    atomic_store(&w.fake.hold_from, held_step);
     start_world(&w);
     request *requests = calloc(COUNT + 1, sizeof *requests);
     assert_non_null(requests);
@@ -394,7 +396,10 @@ static void run_end_of_world(bool lost) {
         make_request(&w, &requests[i], &rng, fake_below(&rng, 15));
         submit(&requests[i]);
     }
-    assert_true(wait_done(&w, 3, 10000));
+    while (atomic_load(&w.fake.steps) < held_step) {
+        bd_engine_wake(w.engine);
+        fake_sleep_us(500);
+    }
     make_request(&w, &requests[COUNT], &rng, 3);
     uint32_t retry;
     assert_int_equal(bd_router_reserve(w.router, requests[COUNT].job.served, 0, 9, &retry), BD_OK);
@@ -405,6 +410,7 @@ static void run_end_of_world(bool lost) {
         atomic_store(&w.fake.lose_device, true);
     else
         bd_engine_stop(w.engine);
+    atomic_store(&w.fake.hold_from, 0);
     if (lost) assert_true(wait_done(&w, COUNT, 10000));
     bd_router_submit(w.router, &requests[COUNT].job); /* its reservation was made in time */
     assert_true(wait_done(&w, COUNT + 1, 10000));
