@@ -36,9 +36,7 @@ static bd_status no_memory(const reader *r, bd_error *err) {
     return bd_fail(err, BD_E_MEMORY, r->path, "%s: out of memory", r->path);
 }
 
-/* ---- scalars
- * --------------------------------------------------------------------------------------------------
- */
+/* ---- scalars --------------------------------------------------------------------------------- */
 
 static bd_status read_text(const reader *r, const cJSON *object, const char *field, char *out,
                            size_t out_bytes, bd_error *err) {
@@ -86,9 +84,7 @@ static bool one_of(const char *text, const char *const *choices) {
     return false;
 }
 
-/* ---- tensors
- * --------------------------------------------------------------------------------------------------
- */
+/* ---- tensors --------------------------------------------------------------------------------- */
 
 static bd_status read_shape(const reader *r, const cJSON *item, bd_delta_entry *e, bd_error *err) {
     const cJSON *shape = bd_json_member(item, "shape");
@@ -167,9 +163,7 @@ static bd_status read_entries(const reader *r, bd_error *err) {
     return check_distinct(r, entries, count, err);
 }
 
-/* ---- files
- * ----------------------------------------------------------------------------------------------------
- */
+/* ---- files ----------------------------------------------------------------------------------- */
 
 static bool plain_file_name(const char *name) {
     return name[0] != '\0' && name[0] != '.' && !strchr(name, '/') && !strchr(name, '\\') &&
@@ -189,7 +183,7 @@ static bd_status read_sums(const reader *r, const cJSON *item, bd_delta_file *f,
     if (status != BD_OK) return status;
     if (f->chunk_bytes < CHUNK_BYTES_MIN) return fault(r, "chunk_bytes", err, "is below 4096");
     const uint64_t count = f->bytes / f->chunk_bytes + (f->bytes % f->chunk_bytes != 0);
-    if (!cJSON_IsArray(list) || bd_json_count(list) != count) {
+    if (!list || !cJSON_IsArray(list) || bd_json_count(list) != count) {
         return fault(r, "xxh3_64", err, "does not have one sum per chunk of its file");
     }
     uint64_t *sums = bd_arena_alloc(r->arena, (size_t)count + 1, sizeof *sums);
@@ -239,9 +233,7 @@ static bd_status read_files(const reader *r, bd_error *err) {
     return BD_OK;
 }
 
-/* ---- the whole
- * ------------------------------------------------------------------------------------------------
- */
+/* ---- the whole ------------------------------------------------------------------------------- */
 
 static bd_status read_head(const reader *r, bd_error *err) {
     static const char *const scales[] = {"row", "matrix", NULL};

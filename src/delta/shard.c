@@ -23,18 +23,17 @@
 void bd_delta_plane_name(char *out, size_t out_bytes, const char *name, bool sign, uint32_t plane) {
     const char *what = sign ? "sign" : "scale";
     if (plane == 0) {
-        snprintf(out, out_bytes, "%s.%s", name, what);
+        (void)snprintf(out, out_bytes, "%s.%s", name, what);
     } else {
-        snprintf(out, out_bytes, "%s.%s%u", name, what, plane);
+        (void)snprintf(out, out_bytes, "%s.%s%u", name, what, plane);
     }
 }
 
 void bd_delta_file_name(char *out, size_t out_bytes, uint32_t index, uint32_t shard_count) {
-    snprintf(out, out_bytes, "shard-%02u-of-%02u.safetensors", index, shard_count);
+    (void)snprintf(out, out_bytes, "shard-%02u-of-%02u.safetensors", index, shard_count);
 }
 
-/* ---- tensors against entries
- * ---------------------------------------------------------------------------------- */
+/* ---- tensors against entries ----------------------------------------------------------------- */
 
 typedef enum split { SPLIT_ROWS, SPLIT_ROWS_PADDED, SPLIT_KV_ROWS, SPLIT_COLS } split;
 
@@ -113,7 +112,7 @@ static bd_status check_full(const bd_delta *d, uint32_t index, const bd_safetens
 static bd_status check_extra(const bd_delta *d, uint32_t index, const bd_safetensors *file,
                              const bd_delta_entry *e, bd_error *err) {
     char name[NAME_BYTES];
-    snprintf(name, sizeof name, "%s.extra", e->name);
+    (void)snprintf(name, sizeof name, "%s.extra", e->name);
     const bd_tensor *t = bd_safetensors_find(file, name);
     if (!t) return fault(d, index, name, err, "is missing");
     if (t->dtype != BD_DTYPE_BF16 || t->rank != 2 || t->shape[0] != e->extra_rows ||
@@ -196,15 +195,13 @@ bd_status bd_delta_open_shard(const bd_delta *delta, uint32_t index, bool map_da
     return BD_OK;
 }
 
-/* ---- checksums
- * ------------------------------------------------------------------------------------------------
- */
+/* ---- checksums ------------------------------------------------------------------------------- */
 
 void bd_delta_sha256_hex(struct sha256_ctx *hash, char hex[65]) {
     uint8_t digest[SHA256_DIGEST_SIZE];
     bd_delta_sha256_digest(hash, digest);
     for (uint32_t i = 0; i < sizeof digest; i++)
-        snprintf(hex + 2 * i, 3, "%02x", digest[i]);
+        (void)snprintf(hex + (size_t)2 * i, 3, "%02x", digest[i]);
 }
 
 void bd_delta_sha256_digest(struct sha256_ctx *hash, uint8_t digest[SHA256_DIGEST_SIZE]) {

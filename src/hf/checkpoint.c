@@ -76,8 +76,8 @@ static bd_status open_files(bd_checkpoint *c, const char *const *names, uint32_t
         return bd_fail(err, BD_E_LIMIT, c->dir, "%s: %u weight files, more than %u", c->dir, count,
                        FILES_MAX);
     }
-    c->paths = calloc(count, sizeof *c->paths);
-    c->files = calloc(count, sizeof(bd_safetensors *));
+    c->paths = calloc((size_t)count + 1, sizeof *c->paths);
+    c->files = calloc((size_t)count + 1, sizeof(bd_safetensors *));
     if (!c->paths || !c->files) return no_memory(c->dir, err);
     for (uint32_t i = 0; i < count; i++) {
         char path[PATH_BYTES];
@@ -253,8 +253,8 @@ bd_status bd_checkpoint_need(const bd_checkpoint *checkpoint, const char *name, 
     if (t->rank != rank || t->shape[0] != rows || (cols && t->shape[1] != cols)) {
         char got[200], want[64];
         shape_text(t, got, sizeof got);
-        snprintf(want, sizeof want, cols ? "%llu, %llu" : "%llu", (unsigned long long)rows,
-                 (unsigned long long)cols);
+        (void)snprintf(want, sizeof want, cols ? "%llu, %llu" : "%llu", (unsigned long long)rows,
+                       (unsigned long long)cols);
         return bd_fail(err, BD_E_MISMATCH, name, "%s: tensor \"%s\" has shape [%s], expected [%s]",
                        path, name, got, want);
     }

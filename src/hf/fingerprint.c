@@ -36,7 +36,7 @@ bd_status bd_checkpoint_fingerprint(const bd_checkpoint *checkpoint, char hex[65
         hash_text(&hash, t->dtype_name);
         for (uint32_t d = 0; d < t->rank; d++) {
             char dim[24];
-            snprintf(dim, sizeof dim, d ? "x%llu" : "%llu", (unsigned long long)t->shape[d]);
+            (void)snprintf(dim, sizeof dim, d ? "x%llu" : "%llu", (unsigned long long)t->shape[d]);
             hash_text(&hash, dim);
         }
         hash_data(&hash, t);
@@ -49,6 +49,6 @@ bd_status bd_checkpoint_fingerprint(const bd_checkpoint *checkpoint, char hex[65
     sha256_digest(&hash, sizeof digest, digest);
 #endif
     for (uint32_t i = 0; i < sizeof digest; i++)
-        snprintf(hex + 2 * i, 3, "%02x", digest[i]);
+        (void)snprintf(hex + (size_t)2 * i, 3, "%02x", digest[i]);
     return BD_OK;
 }

@@ -39,8 +39,7 @@ static const family_defaults families[] = {
     {"gemma2", "Gemma2ForCausalLM", BD_FAMILY_GEMMA2, 4, 256, 8192, 4096, true, 1e-6, 2, 1},
 };
 
-/* ---- what kind of model
- * ----------------------------------------------------------------------------------------- */
+/* ---- what kind of model ---------------------------------------------------------------------- */
 
 static bd_status read_family(const bd_config_source *s, const family_defaults **out,
                              bd_error *err) {
@@ -127,9 +126,7 @@ static bd_status refuse_unknown_arithmetic(const bd_config_source *s, bd_error *
     return BD_OK;
 }
 
-/* ---- sizes
- * ------------------------------------------------------------------------------------------------------
- */
+/* ---- sizes ----------------------------------------------------------------------------------- */
 
 static bd_status read_width(const bd_config_source *s, const char *field, uint32_t *out,
                             bd_error *err) {
@@ -185,9 +182,7 @@ static bd_status read_sizes(const bd_config_source *s, const family_defaults *fa
     return status == BD_OK ? read_heads(s, family, out, err) : status;
 }
 
-/* ---- arithmetic
- * ---------------------------------------------------------------------------------------------------
- */
+/* ---- arithmetic ------------------------------------------------------------------------------ */
 
 static bd_status read_activation(const bd_config_source *s, bd_model_config *out, bd_error *err) {
     /* Gemma-2 has both fields and means hidden_activation. */
@@ -274,8 +269,7 @@ static bd_status read_arithmetic(const bd_config_source *s, const family_default
     return out->family == BD_FAMILY_GEMMA2 ? read_gemma(s, out, err) : BD_OK;
 }
 
-/* ---- which layers see a window
- * --------------------------------------------------------------------------------- */
+/* ---- which layers see a window --------------------------------------------------------------- */
 
 static bd_status read_layer_types(const bd_config_source *s, const cJSON *list,
                                   bd_model_config *out, bd_error *err) {
@@ -351,9 +345,7 @@ static bd_status read_window(const bd_config_source *s, const family_defaults *f
     return BD_OK;
 }
 
-/* ---- token ids
- * --------------------------------------------------------------------------------------------------
- */
+/* ---- token ids ------------------------------------------------------------------------------- */
 
 static bd_status add_eos(const bd_config_source *s, const cJSON *value, bd_model_config *out,
                          bd_error *err) {
@@ -401,14 +393,13 @@ static bd_status read_ids(const bd_config_source *s, const family_defaults *fami
     return read_eos(s, out, err);
 }
 
-/* ---- files
- * ------------------------------------------------------------------------------------------------------
- */
+/* ---- files ----------------------------------------------------------------------------------- */
 
 static bd_status read_model(const bd_config_source *s, bd_model_config *out, bd_error *err) {
     const family_defaults *family = NULL;
     bd_status status = read_family(s, &family, err);
     if (status != BD_OK) return status;
+    BD_ASSERT(family != NULL);
     out->family = family->family;
     if ((status = refuse_unknown_arithmetic(s, err)) != BD_OK) return status;
     if ((status = read_sizes(s, family, out, err)) != BD_OK) return status;
@@ -455,9 +446,7 @@ bd_status bd_model_config_read(const char *dir, bd_model_config *out, bd_error *
     return status;
 }
 
-/* ---- variants
- * ---------------------------------------------------------------------------------------------------
- */
+/* ---- variants -------------------------------------------------------------------------------- */
 
 static bool same(float a, float b) {
     return !(a < b) && !(a > b);
@@ -506,7 +495,10 @@ static bool same_rope(const bd_rope_config *a, const bd_rope_config *b) {
     const double y[] = {b->theta,         b->factor,    b->low_freq_factor,  b->high_freq_factor,
                         b->beta_fast,     b->beta_slow, b->attention_factor, b->mscale,
                         b->mscale_all_dim};
-    return a->kind == b->kind && a->truncate == b->truncate && memcmp(x, y, sizeof x) == 0 &&
+    for (size_t i = 0; i < sizeof x / sizeof x[0]; i++) {
+        if (x[i] < y[i] || x[i] > y[i]) return false;
+    }
+    return a->kind == b->kind && a->truncate == b->truncate &&
            a->original_max_positions == b->original_max_positions && a->rotary_dim == b->rotary_dim;
 }
 

@@ -28,8 +28,7 @@ struct bd_safetensors {
     bd_map *by_name;
 };
 
-/* ---- the header's text
- * -------------------------------------------------------------------------------------- */
+/* ---- the header's text ----------------------------------------------------------------------- */
 
 static bd_status check_prefix(const char *path, const uint8_t prefix[PREFIX_BYTES],
                               uint64_t file_bytes, uint64_t *header_bytes, bd_error *err) {
@@ -123,9 +122,7 @@ static bd_status map_file(bd_safetensors *file, uint64_t *header_bytes, bd_error
     return check_prefix(file->path, file->map.data, file->file_bytes, header_bytes, err);
 }
 
-/* ---- one tensor
- * -----------------------------------------------------------------------------------------------
- */
+/* ---- one tensor ------------------------------------------------------------------------------ */
 
 static bd_status tensor_fault(const bd_safetensors *file, const char *name, bd_error *err,
                               const char *what) {
@@ -230,8 +227,7 @@ static bd_status check_metadata(const bd_safetensors *file, const cJSON *item, b
                    file->path);
 }
 
-/* ---- all tensors
- * ---------------------------------------------------------------------------------------------- */
+/* ---- all tensors ----------------------------------------------------------------------------- */
 
 static bool is_metadata(const cJSON *item) {
     return strcmp(item->string, "__metadata__") == 0;
@@ -277,6 +273,7 @@ static bd_status check_contiguous(const bd_safetensors *file, bd_error *err) {
 static bd_status index_names(bd_safetensors *file, bd_error *err) {
     for (uint32_t i = 0; i < file->count; i++) {
         bd_tensor *t = &file->tensors[i];
+        BD_ASSERT(t->name != NULL);
         const bd_status status = bd_map_put(file->by_name, t->name, strlen(t->name), t);
         if (status == BD_BUSY) return tensor_fault(file, t->name, err, "the name occurs twice");
         if (status != BD_OK) {
@@ -329,9 +326,7 @@ static bd_status parse_header(bd_safetensors *file, const char *text, uint64_t b
     return status;
 }
 
-/* ---- the object
- * -----------------------------------------------------------------------------------------------
- */
+/* ---- the object ------------------------------------------------------------------------------ */
 
 bd_status bd_safetensors_open(const char *path, bool map_data, bd_safetensors **out,
                               bd_error *err) {
@@ -352,6 +347,7 @@ bd_status bd_safetensors_open(const char *path, bool map_data, bd_safetensors **
     } else if ((status = read_header(file, &header, &header_bytes, err)) != BD_OK) {
         goto fail;
     }
+    BD_ASSERT(header || file->map.data);
     const char *text = header ? header : (const char *)file->map.data + PREFIX_BYTES;
     if ((status = parse_header(file, text, header_bytes, err)) != BD_OK) goto fail;
     free(header);

@@ -121,15 +121,15 @@ static bd_safetensors_writer *writer_alloc(const char *path) {
     if (!writer) return NULL;
     writer->fd = -1;
     writer->path = strdup(path);
-    writer->temporary = malloc(strlen(path) + sizeof suffix);
+    const size_t temporary_bytes = strlen(path) + sizeof suffix;
+    writer->temporary = malloc(temporary_bytes);
     if (!writer->path || !writer->temporary) {
         free(writer->path);
         free(writer->temporary);
         free(writer);
         return NULL;
     }
-    memcpy(writer->temporary, path, strlen(path));
-    memcpy(writer->temporary + strlen(path), suffix, sizeof suffix);
+    (void)snprintf(writer->temporary, temporary_bytes, "%s%s", path, suffix);
     return writer;
 }
 

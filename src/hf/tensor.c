@@ -87,8 +87,14 @@ void bd_tensor_to_f32(const bd_tensor *tensor, uint64_t first, uint64_t count, f
 void bd_tensor_release(const bd_tensor *tensor) {
     if (!tensor->data) return;
     const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
-    const uintptr_t first = ((uintptr_t)tensor->data + page - 1) / page * page;
-    const uintptr_t end = ((uintptr_t)tensor->data + (uintptr_t)tensor->bytes) / page * page;
+    const uintptr_t skip = (page - (uintptr_t)tensor->data % page) % page; /* to a page's begin */
+    if (tensor->bytes <= skip) return;
+    /* madvise takes a plain pointer although it writes nothing. */
+    union {
+        const uint8_t *read_only;
+        void *any;
+    } first = {.read_only = tensor->data + skip};
+    const size_t whole_pages = (size_t)(tensor->bytes - skip) / page * page;
     /* The pages are file-backed and clean, so failure costs memory, nothing else. */
-    if (end > first) (void)madvise((void *)first, end - first, MADV_DONTNEED);
+    if (whole_pages > 0) (void)madvise(first.any, whole_pages, MADV_DONTNEED);
 }

@@ -40,8 +40,7 @@ typedef struct run {
     bd_progress progress;
 } run;
 
-/* ---- what was asked for
- * ------------------------------------------------------------------------------------------ */
+/* ---- what was asked for ---------------------------------------------------------------------- */
 
 static bool is_one_of(const char *text, const char *const *choices) {
     while (*choices && strcmp(*choices, text) != 0)
@@ -57,14 +56,14 @@ static void last_part(const char *path, char *out, size_t out_bytes) {
     size_t first = end;
     while (first > 0 && path[first - 1] != '/')
         first--;
-    snprintf(out, out_bytes, "%.*s", (int)(end - first), path + first);
+    (void)snprintf(out, out_bytes, "%.*s", (int)(end - first), path + first);
 }
 
 static bd_status set_name(char *to, const char *given, const char *path, const char *what,
                           bd_error *err) {
     char name[BD_VARIANT_NAME_MAX + 2];
     if (given) {
-        snprintf(name, sizeof name, "%s", given);
+        (void)snprintf(name, sizeof name, "%s", given);
     } else {
         last_part(path, name, sizeof name);
     }
@@ -105,9 +104,7 @@ static bd_status check_request(run *r, bd_error *err) {
     return status == BD_OK ? bd_output_check(q->out_dir, q->force, &r->output, err) : status;
 }
 
-/* ---- the two models
- * ------------------------------------------------------------------------------------------------
- */
+/* ---- the two models -------------------------------------------------------------------------- */
 
 static bool has_file(const char *dir, const char *name) {
     char path[PATH_BYTES];
@@ -157,9 +154,7 @@ static bd_status make_plan(run *r, bd_error *err) {
                                   &r->shard_bytes, err);
 }
 
-/* ---- the small files
- * ------------------------------------------------------------------------------------------------
- */
+/* ---- the small files ------------------------------------------------------------------------- */
 
 static bd_status same_file(const char *a_dir, const char *b_dir, const char *name, bool *same,
                            bd_error *err) {
@@ -214,9 +209,7 @@ static bd_status copy_side_files(const run *r, bd_error *err) {
     return status;
 }
 
-/* ---- the shard
- * ------------------------------------------------------------------------------------------------------
- */
+/* ---- the shard ------------------------------------------------------------------------------- */
 
 static bd_status write_planes(run *r, const bd_compress_item *item, bd_safetensors_writer *writer,
                               bd_error *err) {
@@ -246,8 +239,11 @@ static bd_status write_extra_rows(const bd_compress_item *item, bd_safetensors_w
     tuned.bytes = tuned.shape[0] * cols * bd_dtype_bytes(tuned.dtype);
     float *values = malloc((size_t)cols * sizeof *values);
     uint16_t *halves = malloc((size_t)cols * sizeof *halves);
-    bd_status status =
-        values && halves ? BD_OK : bd_fail(err, BD_E_MEMORY, item->name, "out of memory");
+    bd_status status = BD_OK;
+    if (!values || !halves) {
+        status = bd_fail(err, BD_E_MEMORY, item->name, "out of memory");
+        goto done;
+    }
     for (uint64_t row = rows; row < rows + item->extra_rows && status == BD_OK; row++) {
         bd_tensor view = tuned;
         view.data += row * cols * bd_dtype_bytes(tuned.dtype);
@@ -258,6 +254,7 @@ static bd_status write_extra_rows(const bd_compress_item *item, bd_safetensors_w
             halves[i] = bd_f32_to_bf16(values[i]);
         status = bd_safetensors_writer_append(writer, halves, (size_t)cols * sizeof *halves, err);
     }
+done:
     free(values);
     free(halves);
     return status;
@@ -305,9 +302,9 @@ static bd_status write_shard(run *r, bd_error *err) {
 
 static bd_status write_manifest(run *r, bd_error *err) {
     bd_delta *d = &r->delta;
-    snprintf(d->dir, sizeof d->dir, "%s", r->output.temporary);
-    snprintf(d->embeddings, sizeof d->embeddings, "%s", r->embeddings);
-    snprintf(d->scale, sizeof d->scale, "%s", r->scale);
+    (void)snprintf(d->dir, sizeof d->dir, "%s", r->output.temporary);
+    (void)snprintf(d->embeddings, sizeof d->embeddings, "%s", r->embeddings);
+    (void)snprintf(d->scale, sizeof d->scale, "%s", r->scale);
     r->file.name = r->file_name;
     d->bits = r->planes;
     d->shard_count = 1;
@@ -317,8 +314,7 @@ static bd_status write_manifest(run *r, bd_error *err) {
     return bd_delta_write_manifest(d, err);
 }
 
-/* ---- is it the right base?
- * ------------------------------------------------------------------------------------------ */
+/* ---- is it the right base? ------------------------------------------------------------------- */
 
 static int by_value(const void *a, const void *b) {
     const double *x = a, *y = b;
@@ -336,10 +332,11 @@ static bd_status check_base_fits(run *r, double change, bd_error *err) {
     if (!(change > WRONG_BASE_CHANGE)) return BD_OK;
     if (r->request->force) {
         if (r->notes) {
-            fprintf(r->notes,
-                    "%swarning: the weights differ from the base's by %.0f%% of their size%s\n",
-                    r->request->json ? "{\"event\":\"warning\",\"text\":\"" : "", 100.0 * change,
-                    r->request->json ? "\"}" : "");
+            (void)fprintf(
+                r->notes,
+                "%swarning: the weights differ from the base's by %.0f%% of their size%s\n",
+                r->request->json ? "{\"event\":\"warning\",\"text\":\"" : "", 100.0 * change,
+                r->request->json ? "\"}" : "");
         }
         return BD_OK;
     }
@@ -349,9 +346,7 @@ static bd_status check_base_fits(run *r, double change, bd_error *err) {
                    r->request->base_dir, r->request->finetuned_dir, 100.0 * change);
 }
 
-/* ---- the result
- * ------------------------------------------------------------------------------------------------------
- */
+/* ---- the result ------------------------------------------------------------------------------ */
 
 static uint32_t count_kind(const run *r, bd_delta_kind kind) {
     uint32_t count = 0;
@@ -390,28 +385,29 @@ static void report_json(const run *r, double change) {
         bd_strbuf_printf(&b, "%s\"%s\"", i ? "," : "", r->side_files[i]);
     }
     bd_strbuf_puts(&b, "]}\n");
-    if (!b.failed) fputs(b.data, r->out);
+    if (!b.failed) (void)fputs(b.data, r->out);
     bd_strbuf_deinit(&b);
 }
 
 static void report_text(const run *r, FILE *to, double change) {
     const double model = (double)bd_checkpoint_bytes(r->tuned_files),
                  delta = (double)r->shard_bytes;
-    fprintf(to,
-            "%s%s: %u tensors by sign (%u bit%s, scale per %s), %u in full, %u as in the base\n",
-            r->request->dry_run ? "would write " : "", r->output.path, count_kind(r, BD_DELTA_SIGN),
-            r->planes, r->planes == 1 ? "" : "s", r->scale, count_kind(r, BD_DELTA_FULL),
-            r->plan.equal_count);
-    fprintf(to, "%llu bytes for a model of %llu (1/%.1f)", (unsigned long long)r->shard_bytes,
-            (unsigned long long)bd_checkpoint_bytes(r->tuned_files),
-            delta > 0.0 ? model / delta : 0.0);
+    (void)fprintf(
+        to, "%s%s: %u tensors by sign (%u bit%s, scale per %s), %u in full, %u as in the base\n",
+        r->request->dry_run ? "would write " : "", r->output.path, count_kind(r, BD_DELTA_SIGN),
+        r->planes, r->planes == 1 ? "" : "s", r->scale, count_kind(r, BD_DELTA_FULL),
+        r->plan.equal_count);
+    (void)fprintf(to, "%llu bytes for a model of %llu (1/%.1f)", (unsigned long long)r->shard_bytes,
+                  (unsigned long long)bd_checkpoint_bytes(r->tuned_files),
+                  delta > 0.0 ? model / delta : 0.0);
     if (!r->request->dry_run) {
-        fprintf(to, "; weights changed by %.1f%% (median); %.1f s", 100.0 * change,
-                bd_progress_seconds(&r->progress));
+        (void)fprintf(to, "; weights changed by %.1f%% (median); %.1f s", 100.0 * change,
+                      bd_progress_seconds(&r->progress));
     }
-    fputc('\n', to);
+    (void)fputc('\n', to);
     for (uint32_t i = 0; i < r->side_count; i++) {
-        fprintf(to, "%s %s\n", r->request->dry_run ? "would copy" : "copied", r->side_files[i]);
+        (void)fprintf(to, "%s %s\n", r->request->dry_run ? "would copy" : "copied",
+                      r->side_files[i]);
     }
 }
 
@@ -423,16 +419,14 @@ static void report_table(const run *r) {
         uint64_t bytes = item->extra_rows * 2 * item->base.shape[1];
         bytes += sign ? r->planes * item->base.shape[0] * (item->base.shape[1] / 8 + 4)
                       : item->tuned.bytes;
-        fprintf(r->out, "%-6s %12llu -> %10llu  %s\n", sign ? "sign" : "full",
-                (unsigned long long)item->tuned.bytes, (unsigned long long)bytes, item->name);
+        (void)fprintf(r->out, "%-6s %12llu -> %10llu  %s\n", sign ? "sign" : "full",
+                      (unsigned long long)item->tuned.bytes, (unsigned long long)bytes, item->name);
         t++;
     }
-    if (t == 0) fputs("nothing to store: the models are equal\n", r->out);
+    if (t == 0) (void)fputs("nothing to store: the models are equal\n", r->out);
 }
 
-/* ---- the run
- * ---------------------------------------------------------------------------------------------------------
- */
+/* ---- the run --------------------------------------------------------------------------------- */
 
 static bd_status write_all(run *r, bd_error *err) {
     bd_status status = bd_pool_create(&r->pool, r->request->threads, "bd-comp", err);

@@ -151,7 +151,7 @@ bd_status bd_compress_check_finite(const bd_tensor *tensor, const char *name, bd
             return bd_fail(
                 err, BD_E_FORMAT, name,
                 "tensor \"%s\" of the fine-tune has a NaN or an infinity at element %llu", name,
-                (unsigned long long)(at + i));
+                (unsigned long long)at + i);
         }
     }
     return BD_OK;

@@ -11,8 +11,7 @@
 #include "bitdelta/hf/model_config.h"
 #include "bitdelta/tools/compress.h"
 
-/* ---- plan: compress_plan.c, compress_names.c
- * --------------------------------------------------------------------- */
+/* ---- plan: compress_plan.c, compress_names.c ------------------------------------------------- */
 
 typedef struct bd_compress_item { /* one tensor under its canonical name */
     char *name;                   /* owned */
@@ -57,8 +56,7 @@ bool bd_compress_is_signed(const char *name);    /* a projection, the embedding 
  */
 int bd_compress_order(const char *a, const char *b);
 
-/* ---- encoder: compress_encode.c
- * ------------------------------------------------------------------------------------ */
+/* ---- encoder: compress_encode.c -------------------------------------------------------------- */
 
 typedef struct bd_compress_planes { /* all planes of one weight */
     uint8_t *bits[BD_PLANES_MAX];   /* [rows][cols / 8] */
@@ -75,8 +73,7 @@ void bd_compress_planes_free(bd_compress_planes *planes);
 BD_MUST_CHECK bd_status bd_compress_check_finite(const bd_tensor *tensor, const char *name,
                                                  bd_error *err);
 
-/* ---- output: compress_output.c
- * --------------------------------------------------------------------------------------- */
+/* ---- output: compress_output.c --------------------------------------------------------------- */
 
 typedef struct bd_output_dir {
     char path[1024];      /* the final name, without trailing slashes */
@@ -94,8 +91,7 @@ BD_MUST_CHECK bd_status bd_output_commit(bd_output_dir *dir, bd_error *err);
 void bd_output_abort(
     bd_output_dir *dir); /* removes the temporary directory; nothing after a commit */
 
-/* ---- progress: compress_progress.c
- * ----------------------------------------------------------------------------------- */
+/* ---- progress: compress_progress.c ----------------------------------------------------------- */
 
 typedef struct bd_progress {
     FILE *stream;

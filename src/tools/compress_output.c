@@ -21,7 +21,7 @@
 static const char *split(const char *path, char *parent, size_t parent_bytes) {
     const char *slash = strrchr(path, '/');
     const size_t len = !slash ? 0 : slash == path ? 1 : (size_t)(slash - path);
-    snprintf(parent, parent_bytes, "%.*s", len ? (int)len : 1, len ? path : ".");
+    (void)snprintf(parent, parent_bytes, "%.*s", len ? (int)len : 1, len ? path : ".");
     return slash ? slash + 1 : path;
 }
 
@@ -38,8 +38,7 @@ static void remove_tree(const char *path) {
     (void)nftw(path, remove_entry, 16, FTW_DEPTH | FTW_PHYS);
 }
 
-/* ---- may OUT be written?
- * ------------------------------------------------------------------------------------------- */
+/* ---- may OUT be written? --------------------------------------------------------------------- */
 
 static bd_status check_existing(const char *path, bool force, bd_error *err) {
     struct stat info;
@@ -50,7 +49,7 @@ static bd_status check_existing(const char *path, bool force, bd_error *err) {
     }
     if (!S_ISDIR(info.st_mode))
         return bd_fail(err, BD_E_ARGUMENT, path, "%s exists and is not a directory", path);
-    snprintf(inside, sizeof inside, "%s/delta.json", path);
+    (void)snprintf(inside, sizeof inside, "%s/delta.json", path);
     const bool is_delta = access(inside, F_OK) == 0;
     DIR *dir = opendir(path);
     if (!dir) return bd_fail_errno(err, BD_E_IO, path, errno, "cannot look into %s", path);
@@ -91,9 +90,7 @@ bd_status bd_output_check(const char *path, bool force, bd_output_dir *out, bd_e
     return check_existing(out->path, force, err);
 }
 
-/* ---- temporaries
- * ---------------------------------------------------------------------------------------------------
- */
+/* ---- temporaries ----------------------------------------------------------------------------- */
 
 /* The lock, or -1 if another holds it or the directory is gone. */
 static int lock_directory(const char *path) {
@@ -122,7 +119,7 @@ static void remove_stale(const char *parent, const char *name) {
     for (const struct dirent *entry = readdir(dir); entry; entry = readdir(dir)) {
         char path[2100];
         if (!is_temporary_of(entry->d_name, name)) continue;
-        snprintf(path, sizeof path, "%s/%s", parent, entry->d_name);
+        (void)snprintf(path, sizeof path, "%s/%s", parent, entry->d_name);
         const int fd = lock_directory(path);
         if (fd < 0) continue;
         remove_tree(path);
@@ -148,8 +145,8 @@ bd_status bd_output_begin(bd_output_dir *dir, uint64_t needed_bytes, bd_error *e
     remove_stale(parent, name);
     bd_status status = check_space(parent, needed_bytes, err);
     if (status != BD_OK) return status;
-    snprintf(dir->temporary, sizeof dir->temporary, "%.*s" SUFFIX "%ld",
-             (int)(sizeof dir->temporary - 32), dir->path, (long)getpid());
+    (void)snprintf(dir->temporary, sizeof dir->temporary, "%.*s" SUFFIX "%ld",
+                   (int)(sizeof dir->temporary - 32), dir->path, (long)getpid());
     /* Another run may take a directory that is not locked yet for a dead one's: then make it again.
      */
     for (uint32_t attempt = 0; attempt < 16; attempt++) {
@@ -164,9 +161,7 @@ bd_status bd_output_begin(bd_output_dir *dir, uint64_t needed_bytes, bd_error *e
     return bd_fail(err, BD_E_IO, dir->temporary, "cannot lock %s", dir->temporary);
 }
 
-/* ---- the end
- * -------------------------------------------------------------------------------------------------------
- */
+/* ---- the end --------------------------------------------------------------------------------- */
 
 static bd_status sync_directory(const char *path, bd_error *err) {
     const int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -188,7 +183,7 @@ static int replace(const bd_output_dir *dir) {
         return 0;
     }
     if (errno != ENOSYS && errno != EINVAL) return errno;
-    snprintf(aside, sizeof aside, "%s0", dir->temporary);
+    (void)snprintf(aside, sizeof aside, "%s0", dir->temporary);
     if (rename(dir->path, aside) != 0) return errno;
     if (rename(dir->temporary, dir->path) != 0) {
         const int error_number = errno;

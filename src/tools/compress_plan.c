@@ -49,9 +49,7 @@ static bd_tensor rows_of(const bd_tensor *t, uint64_t first, uint64_t rows) {
     return view;
 }
 
-/* ---- one pair
- * ----------------------------------------------------------------------------------------------------
- */
+/* ---- one pair -------------------------------------------------------------------------------- */
 
 static bd_status add_item(planner *p, const char *name, bd_delta_kind kind, const bd_tensor *base,
                           const bd_tensor *tuned, bd_error *err) {
@@ -152,8 +150,7 @@ static bd_status add_pair(planner *p, const char *name, const bd_tensor *base,
                                                         : BD_OK;
 }
 
-/* ---- fused projections
- * --------------------------------------------------------------------------------------------- */
+/* ---- fused projections ----------------------------------------------------------------------- */
 
 typedef struct fused_part {
     const char *name;
@@ -219,9 +216,7 @@ static bd_status add_pair_or_parts(planner *p, const bd_tensor *base, const bd_t
     return add_parts(p, base, tuned, gate_up, parts, 2, err);
 }
 
-/* ---- all pairs
- * -----------------------------------------------------------------------------------------------------
- */
+/* ---- all pairs ------------------------------------------------------------------------------- */
 
 /* The head of a tied model is its embedding, so a tied fine-tune of an untied base still has one.
  */
@@ -267,8 +262,7 @@ static bd_status add_all(planner *p, bd_error *err) {
     return status;
 }
 
-/* ---- what the file holds
- * ------------------------------------------------------------------------------------------- */
+/* ---- what the file holds --------------------------------------------------------------------- */
 
 static bd_status add_tensor(bd_compress_plan *plan, const char *name, const char *dtype,
                             const uint64_t *shape, uint32_t rank, bd_error *err) {
@@ -300,7 +294,7 @@ static bd_status add_item_tensors(const planner *p, const bd_compress_item *item
         status = add_tensor(p->plan, name, "F32", &rows, 1, err);
     }
     if (status == BD_OK && item->extra_rows > 0) {
-        snprintf(name, sizeof name, "%s.extra", item->name);
+        (void)snprintf(name, sizeof name, "%s.extra", item->name);
         status =
             add_tensor(p->plan, name, "BF16", (const uint64_t[]){item->extra_rows, cols}, 2, err);
     }

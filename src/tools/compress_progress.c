@@ -35,7 +35,7 @@ static void print_json(const bd_progress *p, const char *what, double rate, doub
                      eta);
     bd_strbuf_json_string(&line, what, strlen(what));
     bd_strbuf_puts(&line, "}\n");
-    if (!line.failed) fputs(line.data, p->stream);
+    if (!line.failed) (void)fputs(line.data, p->stream);
     bd_strbuf_deinit(&line);
 }
 
@@ -55,10 +55,10 @@ void bd_progress_add(bd_progress *progress, uint64_t bytes, const char *what) {
         const double share = progress->total_bytes ? 100.0 * (double)progress->done_bytes /
                                                          (double)progress->total_bytes
                                                    : 100.0;
-        fprintf(progress->stream, "%s%5.1f%%  %.2f of %.2f GB  %.2f GB/s  %.0f s left %s",
-                progress->terminal ? "\r" : "", share, (double)progress->done_bytes / 1e9,
-                (double)progress->total_bytes / 1e9, rate / 1e9, eta,
-                progress->terminal && !last ? " " : "\n");
+        (void)fprintf(progress->stream, "%s%5.1f%%  %.2f of %.2f GB  %.2f GB/s  %.0f s left %s",
+                      progress->terminal ? "\r" : "", share, (double)progress->done_bytes / 1e9,
+                      (double)progress->total_bytes / 1e9, rate / 1e9, eta,
+                      progress->terminal && !last ? " " : "\n");
     }
-    fflush(progress->stream);
+    (void)fflush(progress->stream);
 }

@@ -43,9 +43,7 @@ static bd_status print_report(report *r, bd_error *err) {
     return status;
 }
 
-/* ---- a delta
- * -------------------------------------------------------------------------------------------------------
- */
+/* ---- a delta --------------------------------------------------------------------------------- */
 
 typedef struct delta_report {
     report *r;
@@ -134,7 +132,7 @@ static void entry_line(delta_report *d, uint32_t index) {
 
 static void digest_text(const bd_delta *delta, char hex[65]) {
     for (uint32_t i = 0; i < sizeof delta->digest; i++)
-        snprintf(hex + 2 * i, 3, "%02x", delta->digest[i]);
+        (void)snprintf(hex + (size_t)2 * i, 3, "%02x", delta->digest[i]);
 }
 
 static void delta_json(delta_report *d) {
@@ -216,8 +214,7 @@ static bd_status inspect_delta(report *r, const char *dir, bd_error *err) {
     return status;
 }
 
-/* ---- tensors of a file or a model
- * ------------------------------------------------------------------------------------ */
+/* ---- tensors of a file or a model ------------------------------------------------------------ */
 
 static void tensor_line(report *r, const bd_tensor *t, bool first) {
     bd_strbuf *b = &r->text;
@@ -283,9 +280,7 @@ done:
     return status;
 }
 
-/* ---- which of them
- * -------------------------------------------------------------------------------------------------
- */
+/* ---- which of them --------------------------------------------------------------------------- */
 
 static bool ends_with(const char *text, const char *end) {
     const size_t text_len = strlen(text), end_len = strlen(end);
@@ -303,7 +298,7 @@ static bd_status inspect_directory(report *r, bd_error *err) {
 static bd_status inspect_manifest(report *r, bd_error *err) {
     char dir[PATH_BYTES];
     const size_t len = strlen(r->path) - strlen("delta.json");
-    snprintf(dir, sizeof dir, "%.*s", len ? (int)len : 1, len ? r->path : ".");
+    (void)snprintf(dir, sizeof dir, "%.*s", len ? (int)len : 1, len ? r->path : ".");
     return inspect_delta(r, dir, err);
 }
 

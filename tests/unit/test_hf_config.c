@@ -250,7 +250,7 @@ static void test_variants(void **state) {
         {"{" LLAMA HEADS ",\"rope_theta\":5e5,\"max_position_embeddings\":7,\"eos_token_id\":3}",
          NULL},
         {"{" LLAMA HEADS ",\"vocab_size\":99,\"pad_token_id\":1,\"rope_scaling\":{\"type\":"
-                         "\"linear\",\"factor\":2}}",
+         "\"linear\",\"factor\":2}}",
          NULL},
         {"{" LLAMA HEADS ",\"rms_norm_eps\":1e-5}", "rms_norm_eps"},
         {"{" LLAMA HEADS ",\"tie_word_embeddings\":true}", "tie_word_embeddings"},

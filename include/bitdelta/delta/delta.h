@@ -1,15 +1,16 @@
 /* delta.h - the delta format on disk, "bitdelta-1": delta.json plus safetensors shards.
- * Layout, order and rounding: architecture.md "The delta on disk". Owner: the caller; immutable once open. */
+ * Layout, order and rounding: architecture.md "The delta on disk". Owner: the caller; immutable
+ * once open. */
 #ifndef BITDELTA_DELTA_DELTA_H
 #define BITDELTA_DELTA_DELTA_H
 
 #include "bitdelta/hf/safetensors.h"
 
-#define BD_DELTA_FORMAT "bitdelta-1"
+#define BD_DELTA_FORMAT      "bitdelta-1"
 #define BD_DELTA_CHUNK_BYTES (4u << 20)
-#define BD_DELTA_SHARDS_MAX 64
-#define BD_PLANES_MAX 4
-#define BD_VARIANT_NAME_MAX 128 /* bytes; printable, no control characters */
+#define BD_DELTA_SHARDS_MAX  64
+#define BD_PLANES_MAX        4
+#define BD_VARIANT_NAME_MAX  128 /* bytes; printable, no control characters */
 
 typedef enum bd_delta_kind { BD_DELTA_SIGN, BD_DELTA_FULL } bd_delta_kind;
 
@@ -25,7 +26,7 @@ typedef struct bd_delta_file {
     const char *name;
     uint64_t bytes;
     char sha256[65];
-    uint64_t chunk_bytes;     /* 0: no chunk sums, the file is verified whole */
+    uint64_t chunk_bytes; /* 0: no chunk sums, the file is verified whole */
     uint32_t chunk_count;
     const uint64_t *chunk_xxh3; /* XXH3-64, seed 0 */
 } bd_delta_file;
@@ -41,23 +42,27 @@ typedef struct bd_delta { /* delta.json, checked */
     uint32_t entry_count;
     const bd_delta_entry *entries; /* in data order */
     const bd_delta_file *files;    /* [shard_count] */
-    uint8_t digest[32];            /* SHA-256 over delta.json's bytes: the variant's content identity */
-    void *storage;                 /* owned */
+    uint8_t digest[32]; /* SHA-256 over delta.json's bytes: the variant's content identity */
+    void *storage;      /* owned */
 } bd_delta;
 
-/* Reads and checks delta.json alone: cheap enough for 10,000 variants at start. Names in `files` may not contain '/'. */
+/* Reads and checks delta.json alone: cheap enough for 10,000 variants at start. Names in `files`
+ * may not contain '/'. */
 BD_MUST_CHECK bd_status bd_delta_open(const char *dir, bd_delta *out, bd_error *err);
 void bd_delta_close(bd_delta *delta);
 
-/* Opens shard `index` header-only and checks it against the entries: every entry has its .sign and .scale (or its
- * full tensor) with the right shape, nothing else is inside, the file has the recorded size. */
+/* Opens shard `index` header-only and checks it against the entries: every entry has its .sign and
+ * .scale (or its full tensor) with the right shape, nothing else is inside, the file has the
+ * recorded size. */
 BD_MUST_CHECK bd_status bd_delta_open_shard(const bd_delta *delta, uint32_t index, bool map_data,
                                             bd_safetensors **out, bd_error *err);
 
-/* Whole-file check of one shard: size, every chunk's xxh3, sha256. Names file, chunk number and byte range. */
+/* Whole-file check of one shard: size, every chunk's xxh3, sha256. Names file, chunk number and
+ * byte range. */
 BD_MUST_CHECK bd_status bd_delta_verify_shard(const bd_delta *delta, uint32_t index, bd_error *err);
-BD_MUST_CHECK bd_status bd_delta_check_chunk(const bd_delta *delta, uint32_t file_index, uint32_t chunk,
-                                             const void *data, size_t bytes, bd_error *err);
+BD_MUST_CHECK bd_status bd_delta_check_chunk(const bd_delta *delta, uint32_t file_index,
+                                             uint32_t chunk, const void *data, size_t bytes,
+                                             bd_error *err);
 
 /* Plane names: <name>.sign, <name>.scale, <name>.sign1, <name>.scale1, ... into out. */
 void bd_delta_plane_name(char *out, size_t out_bytes, const char *name, bool sign, uint32_t plane);
@@ -65,15 +70,16 @@ void bd_delta_plane_name(char *out, size_t out_bytes, const char *name, bool sig
 /* "shard-00-of-01.safetensors" */
 void bd_delta_file_name(char *out, size_t out_bytes, uint32_t index, uint32_t shard_count);
 
-/* Size, sha256 and chunk sums of a finished file, for the manifest. *chunks is malloc'ed and borrowed by out. */
+/* Size, sha256 and chunk sums of a finished file, for the manifest. *chunks is malloc'ed and
+ * borrowed by out. */
 BD_MUST_CHECK bd_status bd_delta_hash_file(const char *path, bd_delta_file *out, uint64_t **chunks,
                                            bd_error *err);
 
 /* What a writer must know to write delta.json; files are hashed by the writer. */
 BD_MUST_CHECK bd_status bd_delta_write_manifest(const bd_delta *delta, bd_error *err);
 
-/* The codec. cols is a multiple of 8. One plane of one row: bit j of byte b says values[8b + j] >= 0; returns the
- * float64 sum of |values|, which is NaN or infinite if and only if a value is. */
+/* The codec. cols is a multiple of 8. One plane of one row: bit j of byte b says values[8b + j] >=
+ * 0; returns the float64 sum of |values|, which is NaN or infinite if and only if a value is. */
 double bd_delta_pack_row(const float *values, uint64_t cols, uint8_t *bits);
 /* One row, one plane: sign bits and scale of delta = tuned - base. */
 float bd_delta_encode_row(const float *base, const float *tuned, uint64_t cols, uint8_t *bits);
