@@ -267,6 +267,7 @@ static bd_metric *series_of(bd_metrics *metrics, family *fam, char *labels) {
     bool found;
     size_t at = series_position(fam, labels, &found);
     if (found) {
+        BD_ASSERT(fam->series);
         free(labels);
         return fam->series[at];
     }

@@ -83,8 +83,10 @@ bd_status bd_cache_create(const bd_cache_options *options, bd_cache **out, bd_er
         .delta_close = bd_delta_close,
     };
     bd_status status = bd_cache_create_with(options, &source, out, err);
-    if (status == BD_OK) (*out)->source.ctx = &(*out)->options;
-    return status;
+    if (status != BD_OK) return status;
+    BD_ASSERT(*out);
+    (*out)->source.ctx = &(*out)->options;
+    return BD_OK;
 }
 
 void bd_cache_destroy(bd_cache *cache) {

@@ -372,6 +372,7 @@ static bd_status check_lora(linear_job *job, bd_error *err) {
                     return bd_fail(err, BD_E_UNSUPPORTED, "lora_rank", "%u is above the cpu backend's %u",
                                    piece.linear->lora_rank, BD_CPU_LORA_RANK_MAX);
                 }
+                BD_ASSERT(first != NULL); /* a block behind the first one exists only with it */
                 BD_ASSERT(piece.linear->lora_a == first->lora_a && piece.linear->lora_rank == first->lora_rank);
                 BD_ASSERT(piece.linear->lora_scale == first->lora_scale);
                 job->lora = true;
