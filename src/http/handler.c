@@ -120,6 +120,7 @@ static enum MHD_Result go_on(bd_request *request) {
     return MHD_YES;
 }
 
+/* NOLINTNEXTLINE(readability-function-size): the parameters are the library's */
 enum MHD_Result bd_handle(void *cls, struct MHD_Connection *connection, const char *url,
                           const char *method, const char *version, const char *upload_data,
                           size_t *upload_data_size, void **req_cls) {

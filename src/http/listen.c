@@ -50,7 +50,7 @@ static int bind_socket(const struct addrinfo *to, bool reuse_port) {
 
 bd_status bd_listen_open(const char *address, bool reuse_port, bool first, int *out,
                          bd_error *err) {
-    char host[256];
+    char host[256] = "";
     const char *port = NULL;
     *out = -1;
     bd_status status = split_address(address, host, sizeof host, &port, err);
@@ -76,7 +76,7 @@ bd_status bd_listen_open(const char *address, bool reuse_port, bool first, int *
 }
 
 bd_status bd_listen_address(int fd, char out[BD_HTTP_ADDRESS_MAX], bd_error *err) {
-    struct sockaddr_storage bound;
+    struct sockaddr_storage bound = {.ss_family = AF_UNSPEC};
     socklen_t bytes = sizeof bound;
     char host[64], port[8];
     if (getsockname(fd, (struct sockaddr *)&bound, &bytes) != 0 ||
