@@ -3,6 +3,7 @@
 #   tests/run.sh             all of it (about 15 minutes on 2 cores)
 #   tests/run.sh --quick     one build, unit and end-to-end tests only
 #   tests/run.sh --oracles   also the comparisons that need torch and transformers (downloads about 2 GB)
+# Not part of it, for the time they take: tests/tidy.sh (clang-tidy), longer fuzzing (tests/fuzz/README.md).
 set -u
 cd "$(dirname "$0")/.." || exit 1
 quick=0 oracles=0
