@@ -1,7 +1,8 @@
-/* cpu_linear.c - how near the CPU backend's linear layers come to the machine: decode against measured memory bandwidth,
- * prefill against the rate of sgemm (OpenBLAS, one thread), base and one-plane variant side by side, in one run.
- * Every figure is the best of several rounds; the reading loop and sgemm run just before the layers they are compared
- * with. Usage: bench_cpu_linear [threads] [hidden] [ffn]. */
+/* cpu_linear.c - how near the CPU backend's linear layers come to the machine: decode against
+ * measured memory bandwidth, prefill against the rate of sgemm (OpenBLAS, one thread), base and
+ * one-plane variant side by side, in one run. Every figure is the best of several rounds; the
+ * reading loop and sgemm run just before the layers they are compared with. Usage: bench_cpu_linear
+ * [threads] [hidden] [ffn]. */
 #include <cblas.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,9 +11,9 @@
 
 #include "backend/cpu/cpu.h"
 
-#define ROUNDS 5
+#define ROUNDS   5
 #define ROWS_MAX 512u
-#define LAYERS 2u
+#define LAYERS   2u
 
 static uint64_t rng = 88172645463325252u;
 
@@ -73,20 +74,25 @@ static void put_weights(setup *s) {
     bd_error err;
     uint32_t n, k;
     uint64_t total = 0, at = 0;
-    for (uint32_t i = 0; i < LAYERS * BD_LINEAR_COUNT; i++) total += linear_size(&s->config, i % BD_LINEAR_COUNT, &n, &k);
+    for (uint32_t i = 0; i < LAYERS * BD_LINEAR_COUNT; i++)
+        total += linear_size(&s->config, i % BD_LINEAR_COUNT, &n, &k);
     s->weights = must_alloc(total * 2);
     s->weight_bytes = total * 2;
-    for (uint64_t i = 0; i < total; i++) s->weights[i] = (uint16_t)(0x3c00u + (next() & 0x80ffu)); /* about 0.01 */
+    for (uint64_t i = 0; i < total; i++)
+        s->weights[i] = (uint16_t)(0x3c00u + (next() & 0x80ffu)); /* about 0.01 */
     uint8_t *arena = s->backend->ops->delta_arena(s->backend), *bits = must_alloc(total / 8);
-    for (uint64_t i = 0; i < total / 8; i++) bits[i] = (uint8_t)next();
+    for (uint64_t i = 0; i < total / 8; i++)
+        bits[i] = (uint8_t)next();
     for (uint32_t i = 0; i < LAYERS * BD_LINEAR_COUNT; i++) {
         const uint64_t size = linear_size(&s->config, i % BD_LINEAR_COUNT, &n, &k);
         const bd_weight_view view = {BD_DTYPE_BF16, n, k, 2ull * k, s->weights + at, true};
         const bd_weight_id id = {BD_WEIGHT_LINEAR, i / BD_LINEAR_COUNT, i % BD_LINEAR_COUNT};
         must(s->backend->ops->weight_put(s->backend, id, &view, &err), &err);
-        must(s->backend->ops->plane_put(s->backend, arena, n, k, 0, n, bits + at / 8, k / 8, &err), &err);
+        must(s->backend->ops->plane_put(s->backend, arena, n, k, 0, n, bits + at / 8, k / 8, &err),
+             &err);
         float *scale = (float *)(void *)(arena + bd_cpu_plane_bytes(n, k));
-        for (uint32_t j = 0; j < n; j++) scale[j] = 1e-3f;
+        for (uint32_t j = 0; j < n; j++)
+            scale[j] = 1e-3f;
         s->linears[i] = (bd_overlay_linear){.plane_count = 1, .planes = {{arena, scale}}};
         arena += bd_cpu_plane_bytes(n, k) + (4ull * n + 63) / 64 * 64;
         s->plane_bytes += bd_cpu_plane_bytes(n, k);
@@ -99,32 +105,58 @@ static setup *open_setup(uint32_t threads, uint32_t hidden, uint32_t ffn) {
     setup *s = calloc(1, sizeof *s);
     bd_error err;
     if (s == NULL) exit(1);
-    s->config = (bd_model_config){.hidden = hidden, .ffn = ffn, .layers = LAYERS, .heads = hidden / 64,
-                                  .kv_heads = hidden / 64, .head_dim = 64, .vocab = 256, .embed_scale = 1.0f,
-                                  .attn_scale = 0.125f, .rope = {.rotary_dim = 64}};
+    s->config = (bd_model_config){.hidden = hidden,
+                                  .ffn = ffn,
+                                  .layers = LAYERS,
+                                  .heads = hidden / 64,
+                                  .kv_heads = hidden / 64,
+                                  .head_dim = 64,
+                                  .vocab = 256,
+                                  .embed_scale = 1.0f,
+                                  .attn_scale = 0.125f,
+                                  .rope = {.rotary_dim = 64}};
     const uint64_t weights = LAYERS * (4ull * hidden * hidden + 3ull * hidden * ffn);
-    const bd_backend_options o = {.config = &s->config, .rank_count = 1, .thread_count = threads, .rows_max = ROWS_MAX,
-                                  .seqs_max = 1, .logits_rows_max = 1, .kv_block_tokens = 1,
-                                  .kv_block_count = ROWS_MAX, .max_model_len = ROWS_MAX, .rope_tables_max = 1,
+    const bd_backend_options o = {.config = &s->config,
+                                  .rank_count = 1,
+                                  .thread_count = threads,
+                                  .rows_max = ROWS_MAX,
+                                  .seqs_max = 1,
+                                  .logits_rows_max = 1,
+                                  .kv_block_tokens = 1,
+                                  .kv_block_count = ROWS_MAX,
+                                  .max_model_len = ROWS_MAX,
+                                  .rope_tables_max = 1,
                                   .delta_bytes = (weights / 4 + (1u << 20)) / 4096 * 4096};
     must(bd_backend_cpu_ops()->open(&o, &s->backend, &err), &err);
     s->cpu = bd_cpu_of(s->backend);
     put_weights(s);
     float ones[32];
-    for (uint32_t i = 0; i < 32; i++) ones[i] = 1.0f;
+    for (uint32_t i = 0; i < 32; i++)
+        ones[i] = 1.0f;
     must(s->backend->ops->rope_table_put(s->backend, 0, ones, 1.0f, &err), &err);
     s->overlay = (bd_overlay){.vocab = 256, .linears = s->linears};
     s->overlays[0] = &s->overlay;
-    for (uint32_t i = 0; i < ROWS_MAX; i++) s->blocks[i] = s->positions[i] = i;
-    s->step = (bd_step){.id = 1, .seq_count = 1, .overlay_count = 1, .tokens = s->tokens, .positions = s->positions,
-                        .seq_of_row = s->seq_of_row, .seqs = &s->seq, .segments = s->segments, .overlays = s->overlays};
+    for (uint32_t i = 0; i < ROWS_MAX; i++)
+        s->blocks[i] = s->positions[i] = i;
+    s->step = (bd_step){.id = 1,
+                        .seq_count = 1,
+                        .overlay_count = 1,
+                        .tokens = s->tokens,
+                        .positions = s->positions,
+                        .seq_of_row = s->seq_of_row,
+                        .seqs = &s->seq,
+                        .segments = s->segments,
+                        .overlays = s->overlays};
     s->seq.kv_blocks = s->blocks;
-    for (uint32_t i = 0; i < ROWS_MAX * hidden; i++) bd_cpu_f32(s->cpu, BD_CPU_NORMED)[i] = (float)(next() & 255u) / 256.0f;
-    for (uint32_t i = 0; i < ROWS_MAX * hidden; i++) bd_cpu_f32(s->cpu, BD_CPU_ATTN)[i] = (float)(next() & 255u) / 256.0f;
+    for (uint32_t i = 0; i < ROWS_MAX * hidden; i++)
+        bd_cpu_f32(s->cpu, BD_CPU_NORMED)[i] = (float)(next() & 255u) / 256.0f;
+    for (uint32_t i = 0; i < ROWS_MAX * hidden; i++)
+        bd_cpu_f32(s->cpu, BD_CPU_ATTN)[i] = (float)(next() & 255u) / 256.0f;
     return s;
 }
 
-/* Seconds for all linears of all layers with `rows` rows, in segments of `each` rows (0: the base). */
+/* Seconds for all linears of all layers with `rows` rows, in segments of `each` rows (0: the base).
+ */
 static double time_linears(setup *s, uint32_t rows, uint32_t each) {
     bd_error err;
     double best = 1e9;
@@ -182,14 +214,17 @@ static double read_bandwidth(setup *s) {
 }
 
 static double sgemm_rate(const setup *s, uint32_t rows, uint32_t n, uint32_t k) {
-    float *x = must_alloc(4ull * rows * k), *w = must_alloc(4ull * n * k), *y = must_alloc(4ull * rows * n);
+    float *x = must_alloc(4ull * rows * k), *w = must_alloc(4ull * n * k),
+          *y = must_alloc(4ull * rows * n);
     double best = 0.0;
-    for (uint64_t i = 0; i < (uint64_t)rows * k; i++) x[i] = (float)(next() & 255u);
-    for (uint64_t i = 0; i < (uint64_t)n * k; i++) w[i] = (float)(next() & 255u);
+    for (uint64_t i = 0; i < (uint64_t)rows * k; i++)
+        x[i] = (float)(next() & 255u);
+    for (uint64_t i = 0; i < (uint64_t)n * k; i++)
+        w[i] = (float)(next() & 255u);
     for (int round = 0; round < ROUNDS; round++) {
         const double start = now_seconds(s);
-        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, (int)rows, (int)n, (int)k, 1.0f, x, (int)k, w, (int)k, 0.0f, y,
-                    (int)n);
+        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, (int)rows, (int)n, (int)k, 1.0f, x,
+                    (int)k, w, (int)k, 0.0f, y, (int)n);
         const double rate = 2.0 * rows * n * k / (now_seconds(s) - start) * 1e-9;
         if (rate > best) best = rate;
     }
@@ -202,32 +237,34 @@ int main(int argc, char **argv) {
     const uint32_t hidden = argc > 2 ? (uint32_t)strtoul(argv[2], NULL, 10) : 2048;
     const uint32_t ffn = argc > 3 ? (uint32_t)strtoul(argv[3], NULL, 10) : 8192;
     setup *s = open_setup(threads, hidden, ffn);
-    const double bytes = (double)s->weight_bytes, planes = (double)s->plane_bytes, weights = bytes / 2;
-    printf("threads %u, kernels %s, hidden %u, ffn %u, %u layers, %.0f MB of bf16 weights\n", s->cpu->workers,
-           s->cpu->kernels->name, hidden, ffn, LAYERS, bytes * 1e-6);
+    const double bytes = (double)s->weight_bytes, planes = (double)s->plane_bytes,
+                 weights = bytes / 2;
+    printf("threads %u, kernels %s, hidden %u, ffn %u, %u layers, %.0f MB of bf16 weights\n",
+           s->cpu->workers, s->cpu->kernels->name, hidden, ffn, LAYERS, bytes * 1e-6);
     const double bandwidth = read_bandwidth(s);
-    printf("memory read: %.2f GB/s\n%8s %8s %10s %10s %12s %12s\n", bandwidth, "rows", "each", "ms", "GB/s", "of memory",
-           "vs base");
+    printf("memory read: %.2f GB/s\n%8s %8s %10s %10s %12s %12s\n", bandwidth, "rows", "each", "ms",
+           "GB/s", "of memory", "vs base");
     const uint32_t decode[] = {1, 2, 4, 7, 8, 12, 15, 16, 24, 32};
     for (size_t i = 0; i < sizeof decode / sizeof decode[0]; i++) {
         const double base = time_linears(s, decode[i], 0), own = time_linears(s, decode[i], 1);
-        printf("%8u %8s %10.2f %10.2f %11.0f%%\n", decode[i], "base", base * 1e3, bytes / base * 1e-9,
-               bytes / base * 1e-7 / bandwidth);
+        printf("%8u %8s %10.2f %10.2f %11.0f%%\n", decode[i], "base", base * 1e3,
+               bytes / base * 1e-9, bytes / base * 1e-7 / bandwidth);
         const double read = bytes + planes * decode[i];
-        printf("%8u %8u %10.2f %10.2f %11.0f%% %11.2fx\n", decode[i], 1u, own * 1e3, read / own * 1e-9,
-               read / own * 1e-7 / bandwidth, own / base);
+        printf("%8u %8u %10.2f %10.2f %11.0f%% %11.2fx\n", decode[i], 1u, own * 1e3,
+               read / own * 1e-9, read / own * 1e-7 / bandwidth, own / base);
     }
     const double blas = sgemm_rate(s, 512, 1024, hidden);
-    printf("sgemm, one thread: %.1f GFLOP/s\n%8s %8s %10s %10s %12s %12s\n", blas, "rows", "each", "ms", "GFLOP/s",
-           "of sgemm", "vs base");
+    printf("sgemm, one thread: %.1f GFLOP/s\n%8s %8s %10s %10s %12s %12s\n", blas, "rows", "each",
+           "ms", "GFLOP/s", "of sgemm", "vs base");
     const uint32_t prefill[] = {32, 64, 128, 512};
     for (size_t i = 0; i < sizeof prefill / sizeof prefill[0]; i++) {
         const double flops = 2.0 * weights * prefill[i], all = blas * s->cpu->workers;
-        const double base = time_linears(s, prefill[i], 0), own = time_linears(s, prefill[i], prefill[i]);
-        printf("%8u %8s %10.2f %10.1f %11.0f%%\n", prefill[i], "base", base * 1e3, flops / base * 1e-9,
-               flops / base * 1e-7 / all);
-        printf("%8u %8u %10.2f %10.1f %11.0f%% %11.2fx\n", prefill[i], prefill[i], own * 1e3, flops / own * 1e-9,
-               flops / own * 1e-7 / all, own / base);
+        const double base = time_linears(s, prefill[i], 0),
+                     own = time_linears(s, prefill[i], prefill[i]);
+        printf("%8u %8s %10.2f %10.1f %11.0f%%\n", prefill[i], "base", base * 1e3,
+               flops / base * 1e-9, flops / base * 1e-7 / all);
+        printf("%8u %8u %10.2f %10.1f %11.0f%% %11.2fx\n", prefill[i], prefill[i], own * 1e3,
+               flops / own * 1e-9, flops / own * 1e-7 / all, own / base);
     }
     free(s->weights);
     s->backend->ops->close(s->backend);

@@ -28,8 +28,8 @@ static const bd_backend_ops *cuda_ops(void) {
 #endif
 }
 
-bd_status bd_backend_select(bd_backend_choice choice, const bd_backend_ops **out, char *why, size_t why_bytes,
-                            bd_error *err) {
+bd_status bd_backend_select(bd_backend_choice choice, const bd_backend_ops **out, char *why,
+                            size_t why_bytes, bd_error *err) {
     char reason[256] = "";
     explain(why, why_bytes, "");
     *out = NULL;
@@ -41,7 +41,8 @@ bd_status bd_backend_select(bd_backend_choice choice, const bd_backend_ops **out
         *out = cuda_ops();
         return BD_OK;
     }
-    if (choice == BD_BACKEND_CUDA) return bd_fail(err, BD_E_DEVICE, "cuda", "no usable device: %s", reason);
+    if (choice == BD_BACKEND_CUDA)
+        return bd_fail(err, BD_E_DEVICE, "cuda", "no usable device: %s", reason);
     explain(why, why_bytes, reason);
     *out = bd_backend_cpu_ops();
     return BD_OK;

@@ -1,6 +1,7 @@
-/* backend_cpu_support.h - what the tests of the CPU backend share: a small random model whose every weight is also known
- * in double precision, overlays of random planes, LoRA pairs and biases, and a double-precision forward pass written
- * from the formulas (no tiles, no bits: plain W + delta). Threads: the test's own. */
+/* backend_cpu_support.h - what the tests of the CPU backend share: a small random model whose every
+ * weight is also known in double precision, overlays of random planes, LoRA pairs and biases, and a
+ * double-precision forward pass written from the formulas (no tiles, no bits: plain W + delta).
+ * Threads: the test's own. */
 #ifndef BITDELTA_TESTS_BACKEND_CPU_SUPPORT_H
 #define BITDELTA_TESTS_BACKEND_CPU_SUPPORT_H
 
@@ -11,7 +12,7 @@
 #include "backend/cpu/cpu.h"
 #include "bitdelta/base/half.h"
 
-#define OVERLAYS 3u
+#define OVERLAYS  3u
 #define STEP_ROWS 160u /* of a test's step */
 
 typedef struct known_matrix { /* a matrix as bytes and as numbers */
@@ -30,7 +31,7 @@ typedef struct known_delta { /* what an overlay adds to a matrix */
 
 typedef struct known_overlay {
     bd_overlay overlay;
-    known_delta *linears; /* [layers][BD_LINEAR_COUNT] */
+    known_delta *linears;      /* [layers][BD_LINEAR_COUNT] */
     known_delta *embed, *head; /* [block_count] */
     bd_overlay_linear *linear_table, *embed_table, *head_table;
     const float **norms;
@@ -57,7 +58,9 @@ static inline uint32_t pick(uint64_t *rng, uint32_t low, uint32_t high) { /* bot
     return low + (uint32_t)(support_random(rng) % (high - low + 1u));
 }
 
-static inline double uniform(uint64_t *rng) { return (double)(support_random(rng) >> 11) * 0x1p-53; }
+static inline double uniform(uint64_t *rng) {
+    return (double)(support_random(rng) >> 11) * 0x1p-53;
+}
 
 static inline double normal(uint64_t *rng) {
     return sqrt(-2.0 * log(1.0 - uniform(rng))) * cos(6.283185307179586 * uniform(rng));
@@ -76,8 +79,8 @@ static inline uint32_t linear_n_of(const bd_model_config *c, uint32_t which) {
 }
 
 static inline uint32_t linear_k_of(const bd_model_config *c, uint32_t which) {
-    const uint32_t k[BD_LINEAR_COUNT] = {c->hidden, c->hidden, c->hidden, c->heads * c->head_dim, c->hidden, c->hidden,
-                                         c->ffn};
+    const uint32_t k[BD_LINEAR_COUNT] = {c->hidden, c->hidden, c->hidden, c->heads * c->head_dim,
+                                         c->hidden, c->hidden, c->ffn};
     return k[which];
 }
 
@@ -88,7 +91,8 @@ static inline known_matrix make_matrix(fixture *f, uint32_t n, uint32_t k) {
     const size_t size = bd_dtype_bytes(m.dtype);
     m.offset_bytes = pick(&f->rng, 0, 3);
     m.stride_bytes = k * size + pick(&f->rng, 0, 5);
-    m.raw = must_calloc(m.offset_bytes + (n - 1) * m.stride_bytes + k * size, 1); /* not a byte more */
+    m.raw =
+        must_calloc(m.offset_bytes + (n - 1) * m.stride_bytes + k * size, 1); /* not a byte more */
     m.value = must_calloc((size_t)n * k, sizeof *m.value);
     for (uint32_t i = 0; i < n; i++) {
         for (uint32_t j = 0; j < k; j++) {
@@ -106,15 +110,22 @@ static inline known_matrix make_matrix(fixture *f, uint32_t n, uint32_t k) {
 
 static inline void put_known(fixture *f, bd_weight_id id, const known_matrix *m) {
     bd_error err;
-    const bd_weight_view view = {.dtype = m->dtype, .rows = m->n, .cols = m->k, .row_stride_bytes = m->stride_bytes,
-                                 .data = m->raw + m->offset_bytes, .stable = pick(&f->rng, 0, 1) == 1};
+    const bd_weight_view view = {.dtype = m->dtype,
+                                 .rows = m->n,
+                                 .cols = m->k,
+                                 .row_stride_bytes = m->stride_bytes,
+                                 .data = m->raw + m->offset_bytes,
+                                 .stable = pick(&f->rng, 0, 1) == 1};
     assert_int_equal(f->backend->ops->weight_put(f->backend, id, &view, &err), BD_OK);
     if (!view.stable) memset(m->raw, 0xff, 1); /* a copy was made: ours may change */
 }
 
 static inline void put_floats(fixture *f, bd_weight_id id, const float *values, uint32_t count) {
     bd_error err;
-    const bd_weight_view view = {.dtype = BD_DTYPE_F32, .rows = 1, .cols = count, .row_stride_bytes = 4ull * count,
+    const bd_weight_view view = {.dtype = BD_DTYPE_F32,
+                                 .rows = 1,
+                                 .cols = count,
+                                 .row_stride_bytes = 4ull * count,
                                  .data = values};
     assert_int_equal(f->backend->ops->weight_put(f->backend, id, &view, &err), BD_OK);
 }
@@ -130,7 +141,9 @@ static inline const float *put_vector(fixture *f, const float *values, uint32_t 
     bd_error err;
     float *at = arena_take(f, 4ull * count);
     const uint32_t first = count / 3;
-    assert_int_equal(f->backend->ops->vector_put(f->backend, at, first, values + first, count - first, &err), BD_OK);
+    assert_int_equal(
+        f->backend->ops->vector_put(f->backend, at, first, values + first, count - first, &err),
+        BD_OK);
     assert_int_equal(f->backend->ops->vector_put(f->backend, at, 0, values, first, &err), BD_OK);
     return at;
 }
@@ -142,7 +155,8 @@ static inline void make_plane(fixture *f, known_delta *d, uint32_t p, uint32_t n
     uint8_t *bits = must_calloc((size_t)n * bytes, 1);
     float *scale = must_calloc(n, sizeof *scale);
     for (uint32_t i = 0; i < n; i++) {
-        scale[i] = pick(&f->rng, 0, 9) == 0 ? 0.0f : (float)(0.3 * uniform(&f->rng) / sqrt((double)k));
+        scale[i] =
+            pick(&f->rng, 0, 9) == 0 ? 0.0f : (float)(0.3 * uniform(&f->rng) / sqrt((double)k));
         for (uint32_t j = 0; j < k; j++) {
             const bool plus = support_random(&f->rng) & 1;
             if (plus) bits[(size_t)i * bytes + j / 8] |= (uint8_t)(1u << j % 8);
@@ -151,7 +165,8 @@ static inline void make_plane(fixture *f, known_delta *d, uint32_t p, uint32_t n
     }
     uint8_t *at = arena_take(f, ops->plane_bytes(n, k));
     memset(at, 0xa5, ops->plane_bytes(n, k)); /* whatever was in the page before */
-    assert_int_equal(ops->plane_put(f->backend, at, n, k, first, n - first, bits + (size_t)first * bytes, bytes, &err),
+    assert_int_equal(ops->plane_put(f->backend, at, n, k, first, n - first,
+                                    bits + (size_t)first * bytes, bytes, &err),
                      BD_OK);
     assert_int_equal(ops->plane_put(f->backend, at, n, k, 0, first, bits, bytes, &err), BD_OK);
     d->linear.planes[p] = (bd_plane){at, put_vector(f, scale, n)};
@@ -159,16 +174,19 @@ static inline void make_plane(fixture *f, known_delta *d, uint32_t p, uint32_t n
     free(scale);
 }
 
-static inline void make_lora(fixture *f, known_delta *d, uint32_t n, uint32_t k, uint32_t rank, const float *a, float scale) {
+static inline void make_lora(fixture *f, known_delta *d, uint32_t n, uint32_t k, uint32_t rank,
+                             const float *a, float scale) {
     float *b = must_calloc((size_t)n * rank, sizeof *b);
     d->linear.lora_rank = (uint16_t)rank;
     d->linear.lora_scale = scale;
     d->linear.lora_a = a;
-    for (uint32_t i = 0; i < n * rank; i++) b[i] = (float)(0.5 * normal(&f->rng) / sqrt((double)rank));
+    for (uint32_t i = 0; i < n * rank; i++)
+        b[i] = (float)(0.5 * normal(&f->rng) / sqrt((double)rank));
     for (uint32_t i = 0; i < n; i++) {
         for (uint32_t j = 0; j < k; j++) {
             double sum = 0.0;
-            for (uint32_t r = 0; r < rank; r++) sum += (double)b[i * rank + r] * (double)a[(size_t)r * k + j];
+            for (uint32_t r = 0; r < rank; r++)
+                sum += (double)b[i * rank + r] * (double)a[(size_t)r * k + j];
             d->value[(size_t)i * k + j] += (double)d->linear.lora_scale * sum;
         }
     }
@@ -178,28 +196,32 @@ static inline void make_lora(fixture *f, known_delta *d, uint32_t n, uint32_t k,
 
 static inline const float *make_lora_a(fixture *f, uint32_t rank, uint32_t k) {
     float *a = must_calloc((size_t)rank * k, sizeof *a);
-    for (uint32_t i = 0; i < rank * k; i++) a[i] = (float)(0.3 * normal(&f->rng) / sqrt((double)k));
+    for (uint32_t i = 0; i < rank * k; i++)
+        a[i] = (float)(0.3 * normal(&f->rng) / sqrt((double)k));
     const float *put = put_vector(f, a, rank * k);
     free(a);
     return put;
 }
 
-static inline known_delta make_delta(fixture *f, uint32_t n, uint32_t k, const float *lora_a, uint32_t rank,
-                                     bool biased) {
+static inline known_delta make_delta(fixture *f, uint32_t n, uint32_t k, const float *lora_a,
+                                     uint32_t rank, bool biased) {
     known_delta d = {.value = must_calloc((size_t)n * k, sizeof(double))};
     d.linear.plane_count = (uint8_t)pick(&f->rng, 0, BD_OVERLAY_PLANES_MAX);
-    for (uint32_t p = 0; p < d.linear.plane_count; p++) make_plane(f, &d, p, n, k);
+    for (uint32_t p = 0; p < d.linear.plane_count; p++)
+        make_plane(f, &d, p, n, k);
     if (rank > 0) make_lora(f, &d, n, k, rank, lora_a, 0.5f + 0.125f * (float)rank);
     if (!biased) return d;
     float *bias = must_calloc(n, sizeof *bias);
     d.bias = must_calloc(n, sizeof *d.bias);
-    for (uint32_t i = 0; i < n; i++) d.bias[i] = (double)(bias[i] = (float)normal(&f->rng));
+    for (uint32_t i = 0; i < n; i++)
+        d.bias[i] = (double)(bias[i] = (float)normal(&f->rng));
     d.linear.bias = put_vector(f, bias, n);
     free(bias);
     return d;
 }
 
-static inline void make_blocks(fixture *f, known_overlay *o, known_delta **out, bd_overlay_linear **table, bool bias) {
+static inline void make_blocks(fixture *f, known_overlay *o, known_delta **out,
+                               bd_overlay_linear **table, bool bias) {
     const bd_model_config *c = &f->config;
     const uint32_t rank = pick(&f->rng, 0, 1) * pick(&f->rng, 1, 5);
     const float *a = rank > 0 ? make_lora_a(f, rank, c->hidden) : NULL;
@@ -215,7 +237,8 @@ static inline void make_blocks(fixture *f, known_overlay *o, known_delta **out, 
 
 static inline const float *make_norm(fixture *f, uint32_t count) {
     float *values = must_calloc(count, sizeof *values);
-    for (uint32_t i = 0; i < count; i++) values[i] = (float)((f->config.norm_plus_one ? 0.0 : 1.0) + 0.2 * normal(&f->rng));
+    for (uint32_t i = 0; i < count; i++)
+        values[i] = (float)((f->config.norm_plus_one ? 0.0 : 1.0) + 0.2 * normal(&f->rng));
     const float *put = put_vector(f, values, count);
     free(values);
     return put;
@@ -233,15 +256,19 @@ static inline void make_overlay(fixture *f, known_overlay *o, uint32_t index) {
     o->linear_table = must_calloc((size_t)c->layers * BD_LINEAR_COUNT, sizeof *o->linear_table);
     o->norms = must_calloc(((size_t)c->layers + 1) * BD_NORM_COUNT, sizeof *o->norms);
     for (uint32_t i = 0; i < c->layers * BD_LINEAR_COUNT; i++) {
-        const uint32_t n = linear_n_of(c, i % BD_LINEAR_COUNT), k = linear_k_of(c, i % BD_LINEAR_COUNT);
-        const uint32_t rank = pick(&f->rng, 0, 1) * (pick(&f->rng, 0, 1) ? 8 * pick(&f->rng, 1, 3) : pick(&f->rng, 1, 9));
+        const uint32_t n = linear_n_of(c, i % BD_LINEAR_COUNT),
+                       k = linear_k_of(c, i % BD_LINEAR_COUNT);
+        const uint32_t rank = pick(&f->rng, 0, 1) *
+                              (pick(&f->rng, 0, 1) ? 8 * pick(&f->rng, 1, 3) : pick(&f->rng, 1, 9));
         const float *a = rank > 0 ? make_lora_a(f, rank, k) : NULL;
         o->linears[i] = make_delta(f, n, k, a, rank, pick(&f->rng, 0, 1) == 1);
         o->linear_table[i] = o->linears[i].linear;
     }
     for (uint32_t i = 0; i < c->layers * BD_NORM_COUNT + 1; i++) {
         const uint32_t kind = i % BD_NORM_COUNT;
-        if (pick(&f->rng, 0, 1)) o->norms[i] = make_norm(f, kind == BD_NORM_Q || kind == BD_NORM_K ? c->head_dim : c->hidden);
+        if (pick(&f->rng, 0, 1))
+            o->norms[i] =
+                make_norm(f, kind == BD_NORM_Q || kind == BD_NORM_K ? c->head_dim : c->hidden);
     }
     o->overlay.linears = o->linear_table;
     o->overlay.norms = o->norms;
@@ -271,9 +298,11 @@ static inline void fixture_close(fixture *f) {
     for (uint32_t i = 0; i < c->layers * BD_LINEAR_COUNT; i++) {
         free(f->linears[i].raw), free(f->linears[i].value), free(f->biases[i]);
     }
-    for (uint32_t i = 0; i < (c->layers + 1) * BD_NORM_COUNT; i++) free(f->norms[i]);
+    for (uint32_t i = 0; i < (c->layers + 1) * BD_NORM_COUNT; i++)
+        free(f->norms[i]);
     free(f->linears), free((void *)f->biases), free((void *)f->norms);
-    for (uint32_t i = 0; i < 4; i++) free(f->inv_freq[i]);
+    for (uint32_t i = 0; i < 4; i++)
+        free(f->inv_freq[i]);
     for (uint32_t i = 0; i < OVERLAYS; i++) {
         known_overlay *o = &f->overlays[i];
         if (o->linears == NULL) continue;
@@ -299,7 +328,8 @@ static inline void fixture_open(fixture *f, bool plain) {
     if (o->kv_block_count == 0) o->kv_block_count = 4096 / o->kv_block_tokens;
     o->rope_tables_max = 4;
     if (o->delta_bytes == 0) o->delta_bytes = 64u << 20;
-    if (bd_backend_cpu_ops()->open(o, &f->backend, &err) != BD_OK) fail_msg("open: %s: %s", err.subject, err.message);
+    if (bd_backend_cpu_ops()->open(o, &f->backend, &err) != BD_OK)
+        fail_msg("open: %s: %s", err.subject, err.message);
     f->cpu = bd_cpu_of(f->backend);
     if (plain) f->cpu->kernels = bd_cpu_kernels_plain();
     f->arena = f->backend->ops->delta_arena(f->backend);
@@ -313,13 +343,15 @@ static inline void fixture_open(fixture *f, bool plain) {
         put_known(f, (bd_weight_id){BD_WEIGHT_HEAD, 0, 0}, &f->head);
     }
     for (uint32_t i = 0; i < c->layers * BD_LINEAR_COUNT; i++) {
-        const uint32_t layer = i / BD_LINEAR_COUNT, which = i % BD_LINEAR_COUNT, n = linear_n_of(c, which);
+        const uint32_t layer = i / BD_LINEAR_COUNT, which = i % BD_LINEAR_COUNT,
+                       n = linear_n_of(c, which);
         f->linears[i] = make_matrix(f, n, linear_k_of(c, which));
         put_known(f, (bd_weight_id){BD_WEIGHT_LINEAR, layer, which}, &f->linears[i]);
         if (pick(&f->rng, 0, 1)) continue;
         float *bias = must_calloc(n, sizeof *bias);
         f->biases[i] = must_calloc(n, sizeof *f->biases[i]);
-        for (uint32_t j = 0; j < n; j++) f->biases[i][j] = (double)(bias[j] = (float)normal(&f->rng));
+        for (uint32_t j = 0; j < n; j++)
+            f->biases[i][j] = (double)(bias[j] = (float)normal(&f->rng));
         put_floats(f, (bd_weight_id){BD_WEIGHT_BIAS, layer, which}, bias, n);
         free(bias);
     }
@@ -338,7 +370,9 @@ static inline void fixture_open(fixture *f, bool plain) {
             f->inv_freq[t][i] = (float)pow(10000.0 + 5000.0 * t, -2.0 * i / c->rope.rotary_dim);
         }
         f->rope_scale[t] = t == 0 ? 1.0f : 1.0f + 0.1f * (float)t;
-        assert_int_equal(f->backend->ops->rope_table_put(f->backend, t, f->inv_freq[t], f->rope_scale[t], &err), BD_OK);
+        assert_int_equal(
+            f->backend->ops->rope_table_put(f->backend, t, f->inv_freq[t], f->rope_scale[t], &err),
+            BD_OK);
     }
 }
 
@@ -354,7 +388,8 @@ static inline void random_config(fixture *f, uint32_t vocab_max) {
     c->head_dim = head_dims[pick(&f->rng, 0, 7)];
     c->kv_heads = pick(&f->rng, 1, 2);
     c->heads = c->kv_heads * pick(&f->rng, 1, 4);
-    while (c->heads * c->head_dim % 8 != 0) c->heads += c->kv_heads;
+    while (c->heads * c->head_dim % 8 != 0)
+        c->heads += c->kv_heads;
     if (c->head_dim >= 128) {
         c->kv_heads = 1;
         c->heads = pick(&f->rng, 1, 2);
@@ -391,8 +426,8 @@ static inline const known_overlay *overlay_of(const fixture *f, const bd_step *s
 }
 
 /* y = x (W + delta)^T + bias of one row; bound: sum of |x w|, what rounding is relative to. */
-static inline void ref_matrix(const known_matrix *w, const known_delta *d, const double *base_bias, const double *x,
-                              double *y, double *bound) {
+static inline void ref_matrix(const known_matrix *w, const known_delta *d, const double *base_bias,
+                              const double *x, double *y, double *bound) {
     for (uint32_t i = 0; i < w->n; i++) {
         double sum = 0.0, size = 0.0;
         for (uint32_t k = 0; k < w->k; k++) {
@@ -407,8 +442,8 @@ static inline void ref_matrix(const known_matrix *w, const known_delta *d, const
     }
 }
 
-static inline void ref_linear(const fixture *f, const known_overlay *o, uint32_t layer, uint32_t which,
-                              const double *x, double *y, double *bound) {
+static inline void ref_linear(const fixture *f, const known_overlay *o, uint32_t layer,
+                              uint32_t which, const double *x, double *y, double *bound) {
     const uint32_t i = layer * BD_LINEAR_COUNT + which;
     ref_matrix(&f->linears[i], o != NULL ? &o->linears[i] : NULL, f->biases[i], x, y, bound);
 }
@@ -418,19 +453,23 @@ static inline double ref_activation(const bd_model_config *c, double x) {
     return 0.5 * x * (1.0 + tanh(sqrt(2.0 / 3.14159265358979323846) * (x + 0.044715 * x * x * x)));
 }
 
-static inline const float *ref_gamma(const fixture *f, const known_overlay *o, uint32_t layer, uint32_t kind) {
+static inline const float *ref_gamma(const fixture *f, const known_overlay *o, uint32_t layer,
+                                     uint32_t kind) {
     const uint32_t i = layer * BD_NORM_COUNT + kind;
     return o != NULL && o->norms[i] != NULL ? o->norms[i] : f->norms[i];
 }
 
 static inline void ref_norm(const fixture *f, const float *gamma, double *x, uint32_t count) {
     double sum = 0.0;
-    for (uint32_t i = 0; i < count; i++) sum += x[i] * x[i];
+    for (uint32_t i = 0; i < count; i++)
+        sum += x[i] * x[i];
     const double inverse = 1.0 / sqrt(sum / count + (double)f->config.norm_eps);
-    for (uint32_t i = 0; i < count; i++) x[i] *= inverse * ((f->config.norm_plus_one ? 1.0 : 0.0) + (double)gamma[i]);
+    for (uint32_t i = 0; i < count; i++)
+        x[i] *= inverse * ((f->config.norm_plus_one ? 1.0 : 0.0) + (double)gamma[i]);
 }
 
-static inline void ref_embed(const fixture *f, const known_overlay *o, uint32_t token, double *out) {
+static inline void ref_embed(const fixture *f, const known_overlay *o, uint32_t token,
+                             double *out) {
     const uint32_t hidden = f->config.hidden;
     for (uint32_t i = 0; i < hidden; i++) {
         out[i] = f->embed.value[(size_t)token * hidden + i];
@@ -442,11 +481,15 @@ static inline void ref_embed(const fixture *f, const known_overlay *o, uint32_t 
     }
 }
 
-static inline void ref_rope(const fixture *f, const known_overlay *o, uint32_t position, double *x) {
-    const uint32_t table = o != NULL ? o->overlay.rope_table : 0, half = f->config.rope.rotary_dim / 2;
+static inline void ref_rope(const fixture *f, const known_overlay *o, uint32_t position,
+                            double *x) {
+    const uint32_t table = o != NULL ? o->overlay.rope_table : 0,
+                   half = f->config.rope.rotary_dim / 2;
     for (uint32_t i = 0; i < half; i++) {
-        const double angle = (double)((float)position * f->inv_freq[table][i]); /* float32 by definition */
-        const double c = cos(angle) * (double)f->rope_scale[table], s = sin(angle) * (double)f->rope_scale[table];
+        const double angle =
+            (double)((float)position * f->inv_freq[table][i]); /* float32 by definition */
+        const double c = cos(angle) * (double)f->rope_scale[table],
+                     s = sin(angle) * (double)f->rope_scale[table];
         const double a = x[i], b = x[half + i];
         x[i] = a * c - b * s;
         x[half + i] = b * c + a * s;
@@ -457,9 +500,11 @@ static inline double cap(double x, float limit) {
     return limit > 0.0f ? (double)limit * tanh(x / (double)limit) : x;
 }
 
-/* Attention of one head for the query at token `t`: keys and values are [token][head_dim], `stride` apart. */
-static inline void ref_attend(const fixture *f, uint32_t layer, const known_overlay *o, uint32_t t, const double *q,
-                              const double *keys, const double *values, uint32_t stride, double *out) {
+/* Attention of one head for the query at token `t`: keys and values are [token][head_dim], `stride`
+ * apart. */
+static inline void ref_attend(const fixture *f, uint32_t layer, const known_overlay *o, uint32_t t,
+                              const double *q, const double *keys, const double *values,
+                              uint32_t stride, double *out) {
     const bd_model_config *c = &f->config;
     uint32_t window = o != NULL ? o->overlay.window_tokens : c->window_tokens;
     if (!c->window_layer[layer]) window = 0;
@@ -468,29 +513,33 @@ static inline void ref_attend(const fixture *f, uint32_t layer, const known_over
         p[i] = -(double)INFINITY;
         if (window > 0 && i + window <= t) continue;
         double dot = 0.0;
-        for (uint32_t d = 0; d < c->head_dim; d++) dot += q[d] * keys[(size_t)i * stride + d];
+        for (uint32_t d = 0; d < c->head_dim; d++)
+            dot += q[d] * keys[(size_t)i * stride + d];
         p[i] = cap(dot * (double)c->attn_scale, c->attn_softcap);
         max = fmax(max, p[i]);
     }
-    for (uint32_t i = 0; i <= t; i++) sum += p[i] = exp(p[i] - max);
+    for (uint32_t i = 0; i <= t; i++)
+        sum += p[i] = exp(p[i] - max);
     for (uint32_t d = 0; d < c->head_dim; d++) {
         out[d] = 0.0;
-        for (uint32_t i = 0; i <= t; i++) out[d] += p[i] / sum * values[(size_t)i * stride + d];
+        for (uint32_t i = 0; i <= t; i++)
+            out[d] += p[i] / sum * values[(size_t)i * stride + d];
     }
     free(p);
 }
 
 static inline void to_double(double *out, const float *in, size_t count) {
-    for (size_t i = 0; i < count; i++) out[i] = (double)in[i];
+    for (size_t i = 0; i < count; i++)
+        out[i] = (double)in[i];
 }
 
-static inline void check_close(const char *what, const float *got, const double *want, const double *bound,
-                               uint32_t count, double tolerance) {
+static inline void check_close(const char *what, const float *got, const double *want,
+                               const double *bound, uint32_t count, double tolerance) {
     for (uint32_t i = 0; i < count; i++) {
         const double allowed = tolerance * (bound != NULL ? bound[i] : 1.0) + 1e-30;
         if (!(fabs((double)got[i] - want[i]) <= allowed)) {
-            fail_msg("%s[%u]: got %.9g, want %.9g, off by %.3g, allowed %.3g", what, i, (double)got[i], want[i],
-                     fabs((double)got[i] - want[i]), allowed);
+            fail_msg("%s[%u]: got %.9g, want %.9g, off by %.3g, allowed %.3g", what, i,
+                     (double)got[i], want[i], fabs((double)got[i] - want[i]), allowed);
         }
     }
 }
@@ -523,20 +572,30 @@ typedef struct built_step { /* a step and the arrays it points to */
 
 static inline built_step *step_create(const fixture *f) {
     built_step *b = must_calloc(1, sizeof *b);
-    b->step = (bd_step){.id = 1, .tokens = b->tokens, .positions = b->positions, .seq_of_row = b->seq_of_row,
-                        .seqs = b->seqs, .segments = b->segments, .overlays = b->overlays, .overlay_count = OVERLAYS,
+    b->step = (bd_step){.id = 1,
+                        .tokens = b->tokens,
+                        .positions = b->positions,
+                        .seq_of_row = b->seq_of_row,
+                        .seqs = b->seqs,
+                        .segments = b->segments,
+                        .overlays = b->overlays,
+                        .overlay_count = OVERLAYS,
                         .logits_rows = b->logits_rows};
-    for (uint32_t i = 0; i < OVERLAYS; i++) b->overlays[i] = &f->overlays[i].overlay;
+    for (uint32_t i = 0; i < OVERLAYS; i++)
+        b->overlays[i] = &f->overlays[i].overlay;
     return b;
 }
 
-/* Adds `rows` rows of a sequence that has `before` tokens in the cache already; each row joins the last segment if
- * that is of the same overlay, so segments may hold several sequences. */
-static inline uint32_t step_add(fixture *f, built_step *b, int32_t overlay, uint32_t before, uint32_t rows) {
+/* Adds `rows` rows of a sequence that has `before` tokens in the cache already; each row joins the
+ * last segment if that is of the same overlay, so segments may hold several sequences. */
+static inline uint32_t step_add(fixture *f, built_step *b, int32_t overlay, uint32_t before,
+                                uint32_t rows) {
     bd_step *s = &b->step;
     const uint32_t index = s->seq_count++;
     assert_true(s->row_count + rows <= STEP_ROWS);
-    b->seqs[index] = (bd_seq){.first_row = s->row_count, .row_count = rows, .kv_before_tokens = before,
+    b->seqs[index] = (bd_seq){.first_row = s->row_count,
+                              .row_count = rows,
+                              .kv_before_tokens = before,
                               .kv_blocks = b->blocks[index]};
     for (uint32_t r = 0; r < rows; r++) {
         b->tokens[s->row_count + r] = (int32_t)pick(&f->rng, 0, f->config.vocab - 1);

@@ -1,8 +1,10 @@
-/* Linear layers and the head of the CPU backend against double-precision products with the merged weights: mixed segments,
- * 0-4 planes, LoRA, biases, all dtypes, both code paths, one to three threads. */
+/* Linear layers and the head of the CPU backend against double-precision products with the merged
+ * weights: mixed segments, 0-4 planes, LoRA, biases, all dtypes, both code paths, one to three
+ * threads. */
 #include "backend_cpu_support.h"
 
-/* Float32 sums of up to 1000 terms in eight lanes stay well below this, relative to the sum of absolute terms. */
+/* Float32 sums of up to 1000 terms in eight lanes stay well below this, relative to the sum of
+ * absolute terms. */
 #define TOLERANCE 2e-6
 
 typedef struct checker {
@@ -10,22 +12,30 @@ typedef struct checker {
 } checker;
 
 static checker checker_create(void) {
-    return (checker){must_calloc(4096, 8), must_calloc(4096, 8), must_calloc(4096, 8), must_calloc(4096, 8)};
+    return (checker){must_calloc(4096, 8), must_calloc(4096, 8), must_calloc(4096, 8),
+                     must_calloc(4096, 8)};
 }
 
-static void checker_destroy(checker *c) { free(c->x), free(c->y), free(c->bound), free(c->other); }
+static void checker_destroy(checker *c) {
+    free(c->x), free(c->y), free(c->bound), free(c->other);
+}
 
 static void fill_rows(fixture *f, bd_cpu_buffer which, uint32_t rows, uint32_t dim) {
     for (size_t i = 0; i < (size_t)rows * dim; i++) {
-        bd_cpu_f32(f->cpu, which)[i] = (float)(normal(&f->rng) + (pick(&f->rng, 0, 50) == 0 ? 10.0 : 0.5));
+        bd_cpu_f32(f->cpu, which)[i] =
+            (float)(normal(&f->rng) + (pick(&f->rng, 0, 50) == 0 ? 10.0 : 0.5));
     }
 }
 
-static void check_plain_group(fixture *f, const bd_step *step, uint32_t layer, bd_group group, checker *c) {
+static void check_plain_group(fixture *f, const bd_step *step, uint32_t layer, bd_group group,
+                              checker *c) {
     static const bd_cpu_buffer inputs[4] = {BD_CPU_NORMED, BD_CPU_ATTN, BD_CPU_NORMED, BD_CPU_ACT};
-    const uint32_t first = group == BD_GROUP_QKV ? BD_LINEAR_Q : group == BD_GROUP_O ? BD_LINEAR_O : BD_LINEAR_DOWN;
+    const uint32_t first = group == BD_GROUP_QKV ? BD_LINEAR_Q
+                           : group == BD_GROUP_O ? BD_LINEAR_O
+                                                 : BD_LINEAR_DOWN;
     const uint32_t count = group == BD_GROUP_QKV ? 3 : 1;
-    const bd_cpu_buffer outputs[3] = {group == BD_GROUP_QKV ? BD_CPU_Q : BD_CPU_PROJ, BD_CPU_K, BD_CPU_V};
+    const bd_cpu_buffer outputs[3] = {group == BD_GROUP_QKV ? BD_CPU_Q : BD_CPU_PROJ, BD_CPU_K,
+                                      BD_CPU_V};
     bd_error err;
     const uint32_t k = linear_k_of(&f->config, first);
     fill_rows(f, inputs[group], step->row_count, k);
@@ -46,7 +56,8 @@ static void check_gated_group(fixture *f, const bd_step *step, uint32_t layer, c
     bd_error err;
     const uint32_t k = f->config.hidden, n = f->config.ffn;
     fill_rows(f, BD_CPU_NORMED, step->row_count, k);
-    assert_int_equal(f->backend->ops->linear(f->backend, step, layer, BD_GROUP_GATE_UP, &err), BD_OK);
+    assert_int_equal(f->backend->ops->linear(f->backend, step, layer, BD_GROUP_GATE_UP, &err),
+                     BD_OK);
     double *up_bound = must_calloc(n, sizeof *up_bound);
     for (uint32_t r = 0; r < step->row_count; r++) {
         to_double(c->x, bd_cpu_row(f->cpu, BD_CPU_NORMED, r, k), k);
@@ -54,7 +65,8 @@ static void check_gated_group(fixture *f, const bd_step *step, uint32_t layer, c
         ref_linear(f, overlay_of(f, step, r), layer, BD_LINEAR_UP, c->x, c->other, up_bound);
         for (uint32_t i = 0; i < n; i++) {
             const double gate = ref_activation(&f->config, c->y[i]);
-            c->bound[i] = c->bound[i] * 1.2 * fabs(c->other[i]) + fabs(gate) * up_bound[i] + 0.1 * fabs(c->other[i]);
+            c->bound[i] = c->bound[i] * 1.2 * fabs(c->other[i]) + fabs(gate) * up_bound[i] +
+                          0.1 * fabs(c->other[i]);
             c->y[i] = gate * c->other[i];
         }
         check_close("gate up", bd_cpu_row(f->cpu, BD_CPU_ACT, r, n), c->y, c->bound, n, TOLERANCE);
@@ -77,21 +89,26 @@ static void check_head(fixture *f, built_step *b, checker *c) {
     for (uint32_t i = 0; i < b->step.logits_row_count; i++) {
         const known_overlay *o = overlay_of(f, &b->step, b->logits_rows[i].row);
         const known_matrix *w = m->tied ? &f->embed : &f->head;
-        to_double(c->x, bd_cpu_row(f->cpu, BD_CPU_NORMED, b->logits_rows[i].row, m->hidden), m->hidden);
+        to_double(c->x, bd_cpu_row(f->cpu, BD_CPU_NORMED, b->logits_rows[i].row, m->hidden),
+                  m->hidden);
         const uint32_t rows = o != NULL ? o->overlay.block_rows : m->vocab;
         for (uint32_t n = 0; n < m->vocab; n += rows) {
             known_matrix part = *w;
             part.n = m->vocab - n < rows ? m->vocab - n : rows;
             part.value = w->value + (size_t)n * m->hidden;
-            ref_matrix(&part, o != NULL ? &o->head[n / rows] : NULL, NULL, c->x, c->y + n, c->bound + n);
+            ref_matrix(&part, o != NULL ? &o->head[n / rows] : NULL, NULL, c->x, c->y + n,
+                       c->bound + n);
         }
-        for (uint32_t n = 0; n < m->vocab; n++) c->y[n] = cap(c->y[n], m->logit_softcap);
+        for (uint32_t n = 0; n < m->vocab; n++)
+            c->y[n] = cap(c->y[n], m->logit_softcap);
         assert_int_equal(f->backend->ops->logits_get(f->backend, i, got, &err), BD_OK);
         const uint32_t known = o != NULL ? o->overlay.vocab : m->vocab;
         check_close("logit", got, c->y, c->bound, known, TOLERANCE);
-        for (uint32_t n = known; n < m->vocab; n++) assert_true(isinf(got[n]) && got[n] < 0.0f);
+        for (uint32_t n = known; n < m->vocab; n++)
+            assert_true(isinf(got[n]) && got[n] < 0.0f);
     }
-    assert_int_equal(f->backend->ops->logits_get(f->backend, b->step.logits_row_count, got, &err), BD_E_ARGUMENT);
+    assert_int_equal(f->backend->ops->logits_get(f->backend, b->step.logits_row_count, got, &err),
+                     BD_E_ARGUMENT);
     free(got);
 }
 
@@ -110,7 +127,8 @@ static void run_model(uint64_t seed, bool plain, uint32_t threads, bool wide) {
     f.options.delta_bytes = 128u << 20;
     f.options.rows_max = f.options.seqs_max = f.options.logits_rows_max = STEP_ROWS;
     fixture_open(&f, plain);
-    for (uint32_t i = 0; i < OVERLAYS; i++) make_overlay(&f, &f.overlays[i], i);
+    for (uint32_t i = 0; i < OVERLAYS; i++)
+        make_overlay(&f, &f.overlays[i], i);
     for (uint32_t round = 0; round < (wide ? 2u : 6u); round++) {
         built_step *b = step_create(&f);
         step_random(&f, b, round % 2 == 0 ? 12 : 70);
@@ -121,7 +139,8 @@ static void run_model(uint64_t seed, bool plain, uint32_t threads, bool wide) {
         }
         if (round == 1) { /* more rows of short segments than there is room for sum tables */
             while (b->step.row_count < STEP_ROWS) {
-                step_add(&f, b, (int32_t)(b->step.seq_count % 2), 0, b->step.row_count % 5 < 4 ? 1 : 2);
+                step_add(&f, b, (int32_t)(b->step.seq_count % 2), 0,
+                         b->step.row_count % 5 < 4 ? 1 : 2);
                 if (b->step.row_count == STEP_ROWS - 1) break;
             }
         }
@@ -142,13 +161,15 @@ static void run_model(uint64_t seed, bool plain, uint32_t threads, bool wide) {
 static void test_small_shapes(void **state) {
     (void)state;
     uint64_t seed = support_seed();
-    for (uint32_t i = 0; i < 12; i++) run_model(support_random(&seed), i % 2 == 0, 1 + i / 2 % 3, false);
+    for (uint32_t i = 0; i < 12; i++)
+        run_model(support_random(&seed), i % 2 == 0, 1 + i / 2 % 3, false);
 }
 
 static void test_wide_shapes(void **state) {
     (void)state;
     uint64_t seed = support_seed();
-    for (uint32_t i = 0; i < 4; i++) run_model(support_random(&seed), i == 0, 1 + i % 3, true);
+    for (uint32_t i = 0; i < 4; i++)
+        run_model(support_random(&seed), i == 0, 1 + i % 3, true);
 }
 
 /* A row's product is the same bits whatever other short rows are in the batch. */
@@ -160,19 +181,23 @@ static void test_rows_do_not_mix(void **state) {
     f.config.layers = 1;
     f.options.seqs_max = STEP_ROWS;
     fixture_open(&f, false);
-    for (uint32_t i = 0; i < OVERLAYS; i++) make_overlay(&f, &f.overlays[i], i);
+    for (uint32_t i = 0; i < OVERLAYS; i++)
+        make_overlay(&f, &f.overlays[i], i);
     const uint32_t hidden = f.config.hidden, q = f.cpu->q_dim;
     float *x = must_calloc(hidden, 4), *alone = must_calloc(q, 4);
-    for (uint32_t i = 0; i < hidden; i++) x[i] = (float)normal(&f.rng);
+    for (uint32_t i = 0; i < hidden; i++)
+        x[i] = (float)normal(&f.rng);
     for (int32_t overlay = -1; overlay < (int32_t)OVERLAYS; overlay++) {
         for (uint32_t others = 0; others < 31; others += others < 7 ? 1 : 8) {
             built_step *b = step_create(&f);
-            for (uint32_t i = 0; i < others; i++) step_add(&f, b, (int32_t)pick(&f.rng, 0, OVERLAYS) - 1, 0, 1);
+            for (uint32_t i = 0; i < others; i++)
+                step_add(&f, b, (int32_t)pick(&f.rng, 0, OVERLAYS) - 1, 0, 1);
             step_add(&f, b, overlay, 0, 1);
             assert_int_equal(f.backend->ops->step_begin(f.backend, &b->step, &err), BD_OK);
             fill_rows(&f, BD_CPU_NORMED, others, hidden);
             memcpy(bd_cpu_row(f.cpu, BD_CPU_NORMED, others, hidden), x, hidden * sizeof *x);
-            assert_int_equal(f.backend->ops->linear(f.backend, &b->step, 0, BD_GROUP_QKV, &err), BD_OK);
+            assert_int_equal(f.backend->ops->linear(f.backend, &b->step, 0, BD_GROUP_QKV, &err),
+                             BD_OK);
             const float *got = bd_cpu_row(f.cpu, BD_CPU_Q, others, q);
             if (others == 0) memcpy(alone, got, q * sizeof *got);
             assert_memory_equal(got, alone, q * sizeof *got);
@@ -195,7 +220,8 @@ static void test_lora_rank_limit(void **state) {
     step_add(&f, b, 0, 0, 1);
     assert_int_equal(f.backend->ops->step_begin(f.backend, &b->step, &err), BD_OK);
     fill_rows(&f, BD_CPU_NORMED, 1, f.config.hidden);
-    assert_int_equal(f.backend->ops->linear(f.backend, &b->step, 0, BD_GROUP_QKV, &err), BD_E_UNSUPPORTED);
+    assert_int_equal(f.backend->ops->linear(f.backend, &b->step, 0, BD_GROUP_QKV, &err),
+                     BD_E_UNSUPPORTED);
     assert_string_equal(err.subject, "lora_rank");
     free(b);
     fixture_close(&f);

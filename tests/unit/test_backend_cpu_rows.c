@@ -1,12 +1,14 @@
-/* Embedding, norms, rotary embedding with the KV write, and attention of the CPU backend, each against double precision
- * on the same float32 inputs; sequences in several steps, mixed with others, in shuffled KV blocks. */
+/* Embedding, norms, rotary embedding with the KV write, and attention of the CPU backend, each
+ * against double precision on the same float32 inputs; sequences in several steps, mixed with
+ * others, in shuffled KV blocks. */
 #include "backend_cpu_support.h"
 
-#define ROW_TOLERANCE 1e-6
+#define ROW_TOLERANCE       1e-6
 #define ATTENTION_TOLERANCE 3e-6
 
 static void fill(fixture *f, bd_cpu_buffer which, uint32_t rows, uint32_t dim, double size) {
-    for (size_t i = 0; i < (size_t)rows * dim; i++) bd_cpu_f32(f->cpu, which)[i] = (float)(size * normal(&f->rng));
+    for (size_t i = 0; i < (size_t)rows * dim; i++)
+        bd_cpu_f32(f->cpu, which)[i] = (float)(size * normal(&f->rng));
 }
 
 static void begin(fixture *f, built_step *b) {
@@ -19,10 +21,12 @@ static void check_embed(fixture *f, built_step *b) {
     const uint32_t hidden = f->config.hidden;
     double *want = must_calloc(hidden, 8), *bound = must_calloc(hidden, 8);
     assert_int_equal(f->backend->ops->embed(f->backend, &b->step, &err), BD_OK);
-    for (uint32_t i = 0; i < hidden; i++) bound[i] = 6.0 * (double)f->config.embed_scale;
+    for (uint32_t i = 0; i < hidden; i++)
+        bound[i] = 6.0 * (double)f->config.embed_scale;
     for (uint32_t r = 0; r < b->step.row_count; r++) {
         ref_embed(f, overlay_of(f, &b->step, r), (uint32_t)b->tokens[r], want);
-        check_close("embed", bd_cpu_row(f->cpu, BD_CPU_RESIDUAL, r, hidden), want, bound, hidden, ROW_TOLERANCE);
+        check_close("embed", bd_cpu_row(f->cpu, BD_CPU_RESIDUAL, r, hidden), want, bound, hidden,
+                    ROW_TOLERANCE);
     }
     free(want), free(bound);
 }
@@ -32,25 +36,34 @@ static void check_norm(fixture *f, built_step *b) {
     const uint32_t hidden = f->config.hidden, rows = b->step.row_count;
     const bool add = pick(&f->rng, 0, 1);
     const uint32_t layer = pick(&f->rng, 0, f->config.layers);
-    const bd_norm kind = layer == f->config.layers ? BD_NORM_INPUT : pick(&f->rng, 0, 1) ? BD_NORM_INPUT : BD_NORM_PRE_FFN;
+    const bd_norm kind = layer == f->config.layers ? BD_NORM_INPUT
+                         : pick(&f->rng, 0, 1)     ? BD_NORM_INPUT
+                                                   : BD_NORM_PRE_FFN;
     const uint32_t post_layer = pick(&f->rng, 0, f->config.layers - 1);
     const bd_norm post = pick(&f->rng, 0, 1) ? BD_NORM_COUNT : BD_NORM_POST_FFN;
     fill(f, BD_CPU_RESIDUAL, rows, hidden, 2.0);
     fill(f, BD_CPU_PROJ, rows, hidden, 0.5);
-    double *residual = must_calloc((size_t)rows * hidden, 8), *proj = must_calloc((size_t)rows * hidden, 8);
+    double *residual = must_calloc((size_t)rows * hidden, 8),
+           *proj = must_calloc((size_t)rows * hidden, 8);
     double *bound = must_calloc(hidden, 8);
     to_double(residual, bd_cpu_f32(f->cpu, BD_CPU_RESIDUAL), (size_t)rows * hidden);
     to_double(proj, bd_cpu_f32(f->cpu, BD_CPU_PROJ), (size_t)rows * hidden);
-    for (uint32_t i = 0; i < hidden; i++) bound[i] = 20.0;
-    assert_int_equal(f->backend->ops->norm_residual(f->backend, &b->step, layer, kind, add, post_layer, post, &err), BD_OK);
+    for (uint32_t i = 0; i < hidden; i++)
+        bound[i] = 20.0;
+    assert_int_equal(f->backend->ops->norm_residual(f->backend, &b->step, layer, kind, add,
+                                                    post_layer, post, &err),
+                     BD_OK);
     for (uint32_t r = 0; r < rows; r++) {
         const known_overlay *o = overlay_of(f, &b->step, r);
         double *x = residual + (size_t)r * hidden, *p = proj + (size_t)r * hidden;
         if (add && post != BD_NORM_COUNT) ref_norm(f, ref_gamma(f, o, post_layer, post), p, hidden);
-        for (uint32_t i = 0; i < hidden && add; i++) x[i] += p[i];
-        check_close("residual", bd_cpu_row(f->cpu, BD_CPU_RESIDUAL, r, hidden), x, bound, hidden, ROW_TOLERANCE);
+        for (uint32_t i = 0; i < hidden && add; i++)
+            x[i] += p[i];
+        check_close("residual", bd_cpu_row(f->cpu, BD_CPU_RESIDUAL, r, hidden), x, bound, hidden,
+                    ROW_TOLERANCE);
         ref_norm(f, ref_gamma(f, o, layer, kind), x, hidden);
-        check_close("normed", bd_cpu_row(f->cpu, BD_CPU_NORMED, r, hidden), x, bound, hidden, ROW_TOLERANCE);
+        check_close("normed", bd_cpu_row(f->cpu, BD_CPU_NORMED, r, hidden), x, bound, hidden,
+                    ROW_TOLERANCE);
     }
     free(residual), free(proj), free(bound);
 }
@@ -59,7 +72,8 @@ static void open_model(fixture *f, bool plain, uint32_t threads) {
     random_config(f, 100);
     f->options.thread_count = threads;
     fixture_open(f, plain);
-    for (uint32_t i = 0; i < OVERLAYS; i++) make_overlay(f, &f->overlays[i], i);
+    for (uint32_t i = 0; i < OVERLAYS; i++)
+        make_overlay(f, &f->overlays[i], i);
 }
 
 static void test_embed_and_norm(void **state) {
@@ -82,7 +96,7 @@ static void test_embed_and_norm(void **state) {
 
 /* ---- rope and attention: the reference keeps whole sequences ---- */
 
-#define SEQS 4u
+#define SEQS       4u
 #define TOKENS_MAX 220u
 
 typedef struct history { /* one sequence: keys and values as the cache must hold them */
@@ -102,7 +116,8 @@ static void histories_create(fixture *f, history h[SEQS]) {
         h[s] = (history){.overlay = (int32_t)pick(&f->rng, 0, OVERLAYS) - 1};
         h[s].keys = must_calloc((size_t)TOKENS_MAX * f->cpu->kv_dim, 8);
         h[s].values = must_calloc((size_t)TOKENS_MAX * f->cpu->kv_dim, 8);
-        for (uint32_t b = 0; b * f->options.kv_block_tokens < TOKENS_MAX; b++) h[s].blocks[b] = shuffled[used++];
+        for (uint32_t b = 0; b * f->options.kv_block_tokens < TOKENS_MAX; b++)
+            h[s].blocks[b] = shuffled[used++];
     }
     free(shuffled);
 }
@@ -119,8 +134,8 @@ static void plan_step(fixture *f, built_step *b, history h[SEQS], uint32_t seq_o
     }
 }
 
-static void ref_rope_rows(fixture *f, built_step *b, uint32_t layer, history h[SEQS], const uint32_t seq_of[SEQS],
-                          double *q) {
+static void ref_rope_rows(fixture *f, built_step *b, uint32_t layer, history h[SEQS],
+                          const uint32_t seq_of[SEQS], double *q) {
     const uint32_t head_dim = f->config.head_dim, q_dim = f->cpu->q_dim, kv_dim = f->cpu->kv_dim;
     for (uint32_t r = 0; r < b->step.row_count; r++) {
         const known_overlay *o = overlay_of(f, &b->step, r);
@@ -130,33 +145,39 @@ static void ref_rope_rows(fixture *f, built_step *b, uint32_t layer, history h[S
         to_double(seq->values + at, bd_cpu_row(f->cpu, BD_CPU_V, r, kv_dim), kv_dim);
         for (uint32_t head = 0; head < f->config.kv_heads; head++) {
             double *k = seq->keys + at + (size_t)head * head_dim;
-            to_double(k, bd_cpu_row(f->cpu, BD_CPU_K, r, kv_dim) + (size_t)head * head_dim, head_dim);
+            to_double(k, bd_cpu_row(f->cpu, BD_CPU_K, r, kv_dim) + (size_t)head * head_dim,
+                      head_dim);
             if (f->config.qk_norm) ref_norm(f, ref_gamma(f, o, layer, BD_NORM_K), k, head_dim);
             ref_rope(f, o, b->positions[r], k);
         }
         for (uint32_t head = 0; head < f->config.heads; head++) {
             double *x = q + (size_t)r * q_dim + (size_t)head * head_dim;
-            to_double(x, bd_cpu_row(f->cpu, BD_CPU_Q, r, q_dim) + (size_t)head * head_dim, head_dim);
+            to_double(x, bd_cpu_row(f->cpu, BD_CPU_Q, r, q_dim) + (size_t)head * head_dim,
+                      head_dim);
             if (f->config.qk_norm) ref_norm(f, ref_gamma(f, o, layer, BD_NORM_Q), x, head_dim);
             ref_rope(f, o, b->positions[r], x);
         }
     }
 }
 
-static void check_attention(fixture *f, built_step *b, uint32_t layer, history h[SEQS], const uint32_t seq_of[SEQS],
-                            const double *q) {
-    const uint32_t head_dim = f->config.head_dim, q_dim = f->cpu->q_dim, group = f->config.heads / f->config.kv_heads;
+static void check_attention(fixture *f, built_step *b, uint32_t layer, history h[SEQS],
+                            const uint32_t seq_of[SEQS], const double *q) {
+    const uint32_t head_dim = f->config.head_dim, q_dim = f->cpu->q_dim,
+                   group = f->config.heads / f->config.kv_heads;
     double *want = must_calloc(q_dim, 8), *bound = must_calloc(q_dim, 8);
-    for (uint32_t i = 0; i < q_dim; i++) bound[i] = 4.0; /* values are of that size */
+    for (uint32_t i = 0; i < q_dim; i++)
+        bound[i] = 4.0; /* values are of that size */
     for (uint32_t r = 0; r < b->step.row_count; r++) {
         const bd_seq *s = &b->seqs[b->seq_of_row[r]];
         const history *seq = &h[seq_of[b->seq_of_row[r]]];
         for (uint32_t head = 0; head < f->config.heads; head++) {
             const size_t kv = (size_t)(head / group) * head_dim, at = (size_t)head * head_dim;
             ref_attend(f, layer, overlay_of(f, &b->step, r), s->kv_before_tokens + r - s->first_row,
-                       q + (size_t)r * q_dim + at, seq->keys + kv, seq->values + kv, f->cpu->kv_dim, want + at);
+                       q + (size_t)r * q_dim + at, seq->keys + kv, seq->values + kv, f->cpu->kv_dim,
+                       want + at);
         }
-        check_close("attention", bd_cpu_row(f->cpu, BD_CPU_ATTN, r, q_dim), want, bound, q_dim, ATTENTION_TOLERANCE);
+        check_close("attention", bd_cpu_row(f->cpu, BD_CPU_ATTN, r, q_dim), want, bound, q_dim,
+                    ATTENTION_TOLERANCE);
     }
     free(want), free(bound);
 }
@@ -172,15 +193,18 @@ static void run_attention_step(fixture *f, history h[SEQS], uint32_t layer) {
     fill(f, BD_CPU_K, rows, f->cpu->kv_dim, 1.0);
     fill(f, BD_CPU_V, rows, f->cpu->kv_dim, 1.0);
     double *q = must_calloc((size_t)rows * q_dim, 8), *bound = must_calloc(q_dim, 8);
-    for (uint32_t i = 0; i < q_dim; i++) bound[i] = 20.0;
+    for (uint32_t i = 0; i < q_dim; i++)
+        bound[i] = 20.0;
     ref_rope_rows(f, b, layer, h, seq_of, q);
     assert_int_equal(f->backend->ops->rope_kv_write(f->backend, &b->step, layer, &err), BD_OK);
     for (uint32_t r = 0; r < rows; r++) {
-        check_close("rotated q", bd_cpu_row(f->cpu, BD_CPU_Q, r, q_dim), q + (size_t)r * q_dim, bound, q_dim, ROW_TOLERANCE);
+        check_close("rotated q", bd_cpu_row(f->cpu, BD_CPU_Q, r, q_dim), q + (size_t)r * q_dim,
+                    bound, q_dim, ROW_TOLERANCE);
     }
     assert_int_equal(f->backend->ops->attention(f->backend, &b->step, layer, &err), BD_OK);
     check_attention(f, b, layer, h, seq_of, q);
-    for (uint32_t i = 0; i < b->step.seq_count; i++) h[seq_of[i]].tokens += b->seqs[i].row_count;
+    for (uint32_t i = 0; i < b->step.seq_count; i++)
+        h[seq_of[i]].tokens += b->seqs[i].row_count;
     free(q), free(bound), free(b);
 }
 
@@ -193,8 +217,10 @@ static void test_rope_and_attention(void **state) {
         open_model(&f, i % 2 == 0, 1 + i % 3);
         histories_create(&f, h);
         const uint32_t layer = pick(&f.rng, 0, f.config.layers - 1);
-        for (uint32_t step = 0; step < 12; step++) run_attention_step(&f, h, layer);
-        for (uint32_t s = 0; s < SEQS; s++) free(h[s].keys), free(h[s].values);
+        for (uint32_t step = 0; step < 12; step++)
+            run_attention_step(&f, h, layer);
+        for (uint32_t s = 0; s < SEQS; s++)
+            free(h[s].keys), free(h[s].values);
         fixture_close(&f);
     }
 }
@@ -215,10 +241,13 @@ static void test_wide_groups(void **state) {
         f.config.hidden = 16;
         f.options.thread_count = 2;
         fixture_open(&f, i % 2 == 0);
-        for (uint32_t o = 0; o < OVERLAYS; o++) make_overlay(&f, &f.overlays[o], o);
+        for (uint32_t o = 0; o < OVERLAYS; o++)
+            make_overlay(&f, &f.overlays[o], o);
         histories_create(&f, h);
-        for (uint32_t step = 0; step < 6; step++) run_attention_step(&f, h, 0);
-        for (uint32_t s = 0; s < SEQS; s++) free(h[s].keys), free(h[s].values);
+        for (uint32_t step = 0; step < 6; step++)
+            run_attention_step(&f, h, 0);
+        for (uint32_t s = 0; s < SEQS; s++)
+            free(h[s].keys), free(h[s].values);
         fixture_close(&f);
     }
 }

@@ -1,5 +1,6 @@
-/* The CPU sampler: kept sets against a sorting reference, distributions by chi-square against exact probabilities, greedy
- * and edits, log-probabilities and alternatives against float64, faults. Logits are written into the backend's buffer. */
+/* The CPU sampler: kept sets against a sorting reference, distributions by chi-square against exact
+ * probabilities, greedy and edits, log-probabilities and alternatives against float64, faults.
+ * Logits are written into the backend's buffer. */
 #include "backend_cpu_support.h"
 
 #include "bitdelta/base/rng.h"
@@ -34,8 +35,9 @@ static void bench_close(bench *s) {
     free(s->b), free(s->logits), free(s);
 }
 
-static bd_token_result run_row(bench *s, const bd_sampling *sampling, uint32_t position, int32_t target, uint8_t top,
-                               const bd_logit_edit *edits, uint32_t edit_count) {
+static bd_token_result run_row(bench *s, const bd_sampling *sampling, uint32_t position,
+                               int32_t target, uint8_t top, const bd_logit_edit *edits,
+                               uint32_t edit_count) {
     bd_error err;
     bd_token_result result;
     bd_step *step = &s->b->step;
@@ -49,16 +51,19 @@ static bd_token_result run_row(bench *s, const bd_sampling *sampling, uint32_t p
     assert_int_equal(s->f.backend->ops->step_begin(s->f.backend, step, &err), BD_OK);
     memcpy(bd_cpu_f32(s->f.cpu, BD_CPU_LOGITS), s->logits, s->vocab * sizeof(float));
     assert_int_equal(s->f.backend->ops->sample(s->f.backend, step, &err), BD_OK);
-    assert_memory_equal(bd_cpu_f32(s->f.cpu, BD_CPU_LOGITS), s->logits, s->vocab * sizeof(float)); /* stay raw */
+    assert_memory_equal(bd_cpu_f32(s->f.cpu, BD_CPU_LOGITS), s->logits,
+                        s->vocab * sizeof(float)); /* stay raw */
     assert_int_equal(s->f.backend->ops->step_wait(s->f.backend, step, 0, &result, &err), BD_OK);
     return result;
 }
 
-static uint32_t *sorted_ids(const float *logits, uint32_t vocab) { /* descending, ties to the lowest id */
+static uint32_t *sorted_ids(const float *logits,
+                            uint32_t vocab) { /* descending, ties to the lowest id */
     uint32_t *ids = must_calloc(vocab, sizeof *ids);
     for (uint32_t i = 0; i < vocab; i++) {
         uint32_t at = i;
-        for (; at > 0 && logits[ids[at - 1]] < logits[i]; at--) ids[at] = ids[at - 1];
+        for (; at > 0 && logits[ids[at - 1]] < logits[i]; at--)
+            ids[at] = ids[at - 1];
         ids[at] = i;
     }
     return ids;
@@ -69,13 +74,16 @@ static double *ref_probabilities(const float *logits, uint32_t vocab, const bd_s
     uint32_t *ids = sorted_ids(logits, vocab), keep = vocab;
     double *p = must_calloc(vocab, sizeof *p), mass = 0.0, run = 0.0;
     for (uint32_t i = 0; i < vocab; i++) {
-        p[ids[i]] = exp(((double)logits[ids[i]] - (double)logits[ids[0]]) / (double)sampling->temperature);
+        p[ids[i]] =
+            exp(((double)logits[ids[i]] - (double)logits[ids[0]]) / (double)sampling->temperature);
     }
     if (sampling->top_k > 0 && sampling->top_k < keep) keep = sampling->top_k;
-    for (uint32_t i = 0; i < keep; i++) mass += p[ids[i]];
+    for (uint32_t i = 0; i < keep; i++)
+        mass += p[ids[i]];
     if (sampling->top_p < 1.0f) {
         uint32_t kept = 0;
-        do run += p[ids[kept++]];
+        do
+            run += p[ids[kept++]];
         while (kept < keep && run < (double)sampling->top_p * mass);
         keep = kept;
     }
@@ -84,26 +92,32 @@ static double *ref_probabilities(const float *logits, uint32_t vocab, const bd_s
         if (i >= keep || p[ids[i]] < (double)sampling->min_p) p[ids[i]] = 0.0;
         mass += p[ids[i]];
     }
-    for (uint32_t i = 0; i < vocab; i++) p[i] /= mass;
+    for (uint32_t i = 0; i < vocab; i++)
+        p[i] /= mass;
     free(ids);
     return p;
 }
 
 static void random_logits(bench *s, uint32_t levels) {
     for (uint32_t i = 0; i < s->vocab; i++) {
-        s->logits[i] = levels > 0 ? (float)pick(&s->f.rng, 0, levels) - 2.0f : (float)(2.0 * normal(&s->f.rng));
+        s->logits[i] = levels > 0 ? (float)pick(&s->f.rng, 0, levels) - 2.0f
+                                  : (float)(2.0 * normal(&s->f.rng));
     }
 }
 
 static bd_sampling random_sampling(uint64_t *rng) {
     static const float top_ps[] = {0.0f, 0.1f, 0.5f, 0.9f, 0.999f, 1.0f, 1.0f};
     static const float min_ps[] = {0.0f, 0.0f, 0.05f, 0.5f, 1.0f};
-    return (bd_sampling){.temperature = (float)(0.2 + 1.5 * uniform(rng)), .top_p = top_ps[pick(rng, 0, 6)],
-                         .min_p = min_ps[pick(rng, 0, 4)], .top_k = pick(rng, 0, 1) * pick(rng, 1, 30),
-                         .seed = support_random(rng), .choice = pick(rng, 0, 5)};
+    return (bd_sampling){.temperature = (float)(0.2 + 1.5 * uniform(rng)),
+                         .top_p = top_ps[pick(rng, 0, 6)],
+                         .min_p = min_ps[pick(rng, 0, 4)],
+                         .top_k = pick(rng, 0, 1) * pick(rng, 1, 30),
+                         .seed = support_random(rng),
+                         .choice = pick(rng, 0, 5)};
 }
 
-/* The drawn token is where the uniform falls in id order, so the sets and masses must agree exactly. */
+/* The drawn token is where the uniform falls in id order, so the sets and masses must agree
+ * exactly. */
 static void test_draws_are_exact(void **state) {
     (void)state;
     uint64_t seed = support_seed();
@@ -119,9 +133,11 @@ static void test_draws_are_exact(void **state) {
             assert_in_range(got.id, 0, s->vocab - 1);
             if (!(p[got.id] > 0.0)) fail_msg("token %d is outside the set (round %u)", got.id, i);
             double below = 0.0;
-            for (int32_t t = 0; t < got.id; t++) below += p[t];
+            for (int32_t t = 0; t < got.id; t++)
+                below += p[t];
             if (u < below - 1e-9 || u > below + p[got.id] + 1e-9) {
-                fail_msg("uniform %.12g is not in [%.12g, %.12g) of token %d", u, below, below + p[got.id], got.id);
+                fail_msg("uniform %.12g is not in [%.12g, %.12g) of token %d", u, below,
+                         below + p[got.id], got.id);
             }
             free(p);
         }
@@ -129,8 +145,9 @@ static void test_draws_are_exact(void **state) {
     }
 }
 
-/* Where the cumulated probabilities of a set meet top-p within rounding, one token more or less is right; none of the
- * values above comes that close, so a wrong set shows as a draw outside it. Here every member must come up. */
+/* Where the cumulated probabilities of a set meet top-p within rounding, one token more or less is
+ * right; none of the values above comes that close, so a wrong set shows as a draw outside it. Here
+ * every member must come up. */
 static void test_chi_square(void **state) {
     (void)state;
     uint64_t seed = support_seed();
@@ -145,7 +162,8 @@ static void test_chi_square(void **state) {
             sampling.seed = support_random(&seed);
             counts[run_row(s, &sampling, i % 100, -1, 0, NULL, 0).id]++;
         }
-        double *p = ref_probabilities(s->logits, 40, &sampling), chi = 0.0, rest = 0.0, rest_seen = 0.0;
+        double *p = ref_probabilities(s->logits, 40, &sampling), chi = 0.0, rest = 0.0,
+               rest_seen = 0.0;
         uint32_t cells = 0;
         for (uint32_t i = 0; i < 40; i++) {
             const double expected = p[i] * draws;
@@ -163,7 +181,8 @@ static void test_chi_square(void **state) {
             cells++;
         }
         /* Wilson-Hilferty: six standard deviations, one false alarm in 1e9 rounds. */
-        const double k = cells > 1 ? cells - 1.0 : 1.0, z = (cbrt(chi / k) - (1.0 - 2.0 / (9.0 * k))) / sqrt(2.0 / (9.0 * k));
+        const double k = cells > 1 ? cells - 1.0 : 1.0,
+                     z = (cbrt(chi / k) - (1.0 - 2.0 / (9.0 * k))) / sqrt(2.0 / (9.0 * k));
         if (z > 6.0) fail_msg("chi-square %.1f with %u cells", chi, cells);
         free(p);
         bench_close(s);
@@ -182,17 +201,20 @@ static void test_greedy_and_edits(void **state) {
         const uint32_t count = s->vocab >= 3 ? pick(&seed, 0, 3) : 0;
         for (uint32_t e = 0; e < count; e++) {
             const float adds[] = {0.0f, 1.5f, -100.0f, -INFINITY, 100.0f};
-            edits[e] = (bd_logit_edit){(int32_t)e, pick(&seed, 0, 1) ? 1.0f : 1.7f, adds[pick(&seed, 0, 4)]};
+            edits[e] = (bd_logit_edit){(int32_t)e, pick(&seed, 0, 1) ? 1.0f : 1.7f,
+                                       adds[pick(&seed, 0, 4)]};
             float l = s->logits[e];
             l = l > 0.0f ? l / edits[e].repetition : l * edits[e].repetition;
             edited[e] = l + edits[e].add;
         }
         uint32_t *ids = sorted_ids(edited, s->vocab);
-        /* Temperature 0 ignores everything else; top_p 0 and top_k 1 leave the top token; so does a tiny temperature. */
-        const bd_sampling ways[] = {{.temperature = 0.0f, .top_p = 0.5f, .top_k = 7, .seed = 5},
-                                    {.temperature = 1.0f, .top_p = 0.0f, .seed = support_random(&seed)},
-                                    {.temperature = 1.3f, .top_p = 1.0f, .top_k = 1, .seed = support_random(&seed)},
-                                    {.temperature = 1e-30f, .top_p = 1.0f, .seed = support_random(&seed)}};
+        /* Temperature 0 ignores everything else; top_p 0 and top_k 1 leave the top token; so does a
+         * tiny temperature. */
+        const bd_sampling ways[] = {
+            {.temperature = 0.0f, .top_p = 0.5f, .top_k = 7, .seed = 5},
+            {.temperature = 1.0f, .top_p = 0.0f, .seed = support_random(&seed)},
+            {.temperature = 1.3f, .top_p = 1.0f, .top_k = 1, .seed = support_random(&seed)},
+            {.temperature = 1e-30f, .top_p = 1.0f, .seed = support_random(&seed)}};
         for (uint32_t w = 0; w < 4; w++) {
             assert_int_equal(run_row(s, &ways[w], 3, -1, 0, edits, count).id, ids[0]);
         }
@@ -204,7 +226,8 @@ static void test_greedy_and_edits(void **state) {
 static void test_everything_banned(void **state) {
     (void)state;
     bench *s = bench_open(support_seed(), 3, 1);
-    const bd_logit_edit edits[3] = {{0, 1.0f, -INFINITY}, {1, 1.0f, -INFINITY}, {2, 1.0f, -INFINITY}};
+    const bd_logit_edit edits[3] = {
+        {0, 1.0f, -INFINITY}, {1, 1.0f, -INFINITY}, {2, 1.0f, -INFINITY}};
     s->logits[1] = 1.0f;
     const bd_sampling sampling = {.temperature = 1.0f, .top_p = 1.0f};
     const bd_token_result got = run_row(s, &sampling, 0, -1, 0, edits, 3);
@@ -219,10 +242,12 @@ static void test_reports(void **state) {
     for (uint32_t round = 0; round < 200; round++) {
         bench *s = bench_open(support_random(&seed), pick(&seed, 1, 300), 1);
         random_logits(s, round % 2 * 6);
-        if (round % 3 == 0 && s->vocab > 1) s->logits[s->vocab - 1] = -INFINITY; /* beyond the variant's vocabulary */
+        if (round % 3 == 0 && s->vocab > 1)
+            s->logits[s->vocab - 1] = -INFINITY; /* beyond the variant's vocabulary */
         uint32_t *ids = sorted_ids(s->logits, s->vocab);
         double sum = 0.0;
-        for (uint32_t i = 0; i < s->vocab; i++) sum += exp((double)s->logits[i]);
+        for (uint32_t i = 0; i < s->vocab; i++)
+            sum += exp((double)s->logits[i]);
         const uint8_t top = (uint8_t)pick(&seed, 0, BD_TOP_MAX);
         const uint32_t place = pick(&seed, 0, s->vocab - 1);
         const bd_logit_edit edit = {0, 2.0f, 50.0f}; /* must not show */
@@ -237,8 +262,11 @@ static void test_reports(void **state) {
         for (uint32_t i = 0; i < got.top_count; i++) {
             assert_int_equal(got.top_ids[i], ids[i]);
             const double each = (double)s->logits[ids[i]] - log(sum);
-            assert_true(isinf(each) ? isinf(got.top_logprobs[i]) : fabs((double)got.top_logprobs[i] - each) < 1e-5);
-            if (i == place) assert_true(got.top_logprobs[i] == got.logprob || isinf(got.logprob)); /* the same number */
+            assert_true(isinf(each) ? isinf(got.top_logprobs[i])
+                                    : fabs((double)got.top_logprobs[i] - each) < 1e-5);
+            if (i == place)
+                assert_true(got.top_logprobs[i] == got.logprob ||
+                            isinf(got.logprob)); /* the same number */
         }
         free(ids);
         bench_close(s);
@@ -257,7 +285,8 @@ static void test_faults(void **state) {
     random_logits(s, 0);
     s->logits[5] = INFINITY;
     assert_int_equal(run_row(s, &sampling, 0, -1, 5, NULL, 0).fault, 1);
-    for (uint32_t i = 0; i < 37; i++) s->logits[i] = 3e38f; /* finite, though sums of exponents tempt to overflow */
+    for (uint32_t i = 0; i < 37; i++)
+        s->logits[i] = 3e38f; /* finite, though sums of exponents tempt to overflow */
     const bd_token_result got = run_row(s, &sampling, 0, -1, 5, NULL, 0);
     assert_int_equal(got.fault, 0);
     assert_true(fabs((double)got.logprob + log(37.0)) < 1e-5 || (double)got.logprob == 0.0);
@@ -281,13 +310,15 @@ static void test_rows_and_threads(void **state) {
             samplings[i] = random_sampling(&seed);
             step_add(&s->f, s->b, -1, i, 1);
             s->b->seqs[i].sampling = samplings[i];
-            s->b->logits_rows[i] = (bd_logits_row){.row = i, .seq = i, .target = -1, .top_count = 3};
+            s->b->logits_rows[i] =
+                (bd_logits_row){.row = i, .seq = i, .target = -1, .top_count = 3};
         }
         step->logits_row_count = 30;
         assert_int_equal(s->f.backend->ops->step_begin(s->f.backend, step, &err), BD_OK);
         memcpy(bd_cpu_f32(s->f.cpu, BD_CPU_LOGITS), all, 30 * 2000 * sizeof *all);
         assert_int_equal(s->f.backend->ops->sample(s->f.backend, step, &err), BD_OK);
-        assert_int_equal(s->f.backend->ops->step_wait(s->f.backend, step, 0, together, &err), BD_OK);
+        assert_int_equal(s->f.backend->ops->step_wait(s->f.backend, step, 0, together, &err),
+                         BD_OK);
         for (uint32_t i = 0; i < 30; i++) {
             memcpy(s->logits, all + i * 2000, 2000 * sizeof *all);
             const bd_token_result alone = run_row(s, &samplings[i], i, -1, 3, NULL, 0);
@@ -300,9 +331,9 @@ static void test_rows_and_threads(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_draws_are_exact), cmocka_unit_test(test_chi_square),
+        cmocka_unit_test(test_draws_are_exact),  cmocka_unit_test(test_chi_square),
         cmocka_unit_test(test_greedy_and_edits), cmocka_unit_test(test_everything_banned),
-        cmocka_unit_test(test_reports),         cmocka_unit_test(test_faults),
+        cmocka_unit_test(test_reports),          cmocka_unit_test(test_faults),
         cmocka_unit_test(test_rows_and_threads),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -1,6 +1,6 @@
-/* Whole steps of the CPU backend: logits of a mixed batch against a double-precision forward pass of each sequence alone
- * with merged weights; the same sequence alone, chunked and inside a mixed batch; options, plan, loading errors and the
- * registry. */
+/* Whole steps of the CPU backend: logits of a mixed batch against a double-precision forward pass
+ * of each sequence alone with merged weights; the same sequence alone, chunked and inside a mixed
+ * batch; options, plan, loading errors and the registry. */
 #include "backend_cpu_support.h"
 
 /* The reference pass of one sequence; caches are [layer][token][dim]. */
@@ -15,14 +15,17 @@ static void ref_layer(ref_pass *p, uint32_t layer) {
     const bd_model_config *c = &p->f->config;
     const uint32_t kv = c->kv_heads * c->head_dim, group = c->heads / c->kv_heads;
     for (uint32_t t = 0; t < p->tokens; t++) {
-        double *r = p->residual + (size_t)t * c->hidden, *k = p->keys + (size_t)t * kv, *v = p->values + (size_t)t * kv;
+        double *r = p->residual + (size_t)t * c->hidden, *k = p->keys + (size_t)t * kv,
+               *v = p->values + (size_t)t * kv;
         memcpy(p->x, r, c->hidden * sizeof *r);
         ref_norm(p->f, ref_gamma(p->f, p->o, layer, BD_NORM_INPUT), p->x, c->hidden);
         ref_linear(p->f, p->o, layer, BD_LINEAR_Q, p->x, p->q, p->bound);
         ref_linear(p->f, p->o, layer, BD_LINEAR_K, p->x, k, p->bound);
         ref_linear(p->f, p->o, layer, BD_LINEAR_V, p->x, v, p->bound);
         for (uint32_t h = 0; h < c->kv_heads; h++) {
-            if (c->qk_norm) ref_norm(p->f, ref_gamma(p->f, p->o, layer, BD_NORM_K), k + (size_t)h * c->head_dim, c->head_dim);
+            if (c->qk_norm)
+                ref_norm(p->f, ref_gamma(p->f, p->o, layer, BD_NORM_K), k + (size_t)h * c->head_dim,
+                         c->head_dim);
             ref_rope(p->f, p->o, t, k + (size_t)h * c->head_dim);
         }
         for (uint32_t h = 0; h < c->heads; h++) {
@@ -30,18 +33,25 @@ static void ref_layer(ref_pass *p, uint32_t layer) {
             if (c->qk_norm) ref_norm(p->f, ref_gamma(p->f, p->o, layer, BD_NORM_Q), q, c->head_dim);
             ref_rope(p->f, p->o, t, q);
             const size_t at = (size_t)(h / group) * c->head_dim;
-            ref_attend(p->f, layer, p->o, t, q, p->keys + at, p->values + at, kv, p->attn + (size_t)h * c->head_dim);
+            ref_attend(p->f, layer, p->o, t, q, p->keys + at, p->values + at, kv,
+                       p->attn + (size_t)h * c->head_dim);
         }
         ref_linear(p->f, p->o, layer, BD_LINEAR_O, p->attn, p->proj, p->bound);
-        if (c->post_norms) ref_norm(p->f, ref_gamma(p->f, p->o, layer, BD_NORM_POST_ATTENTION), p->proj, c->hidden);
-        for (uint32_t i = 0; i < c->hidden; i++) p->x[i] = r[i] += p->proj[i];
+        if (c->post_norms)
+            ref_norm(p->f, ref_gamma(p->f, p->o, layer, BD_NORM_POST_ATTENTION), p->proj,
+                     c->hidden);
+        for (uint32_t i = 0; i < c->hidden; i++)
+            p->x[i] = r[i] += p->proj[i];
         ref_norm(p->f, ref_gamma(p->f, p->o, layer, BD_NORM_PRE_FFN), p->x, c->hidden);
         ref_linear(p->f, p->o, layer, BD_LINEAR_GATE, p->x, p->gate, p->bound);
         ref_linear(p->f, p->o, layer, BD_LINEAR_UP, p->x, p->up, p->bound);
-        for (uint32_t i = 0; i < c->ffn; i++) p->gate[i] = ref_activation(c, p->gate[i]) * p->up[i];
+        for (uint32_t i = 0; i < c->ffn; i++)
+            p->gate[i] = ref_activation(c, p->gate[i]) * p->up[i];
         ref_linear(p->f, p->o, layer, BD_LINEAR_DOWN, p->gate, p->proj, p->bound);
-        if (c->post_norms) ref_norm(p->f, ref_gamma(p->f, p->o, layer, BD_NORM_POST_FFN), p->proj, c->hidden);
-        for (uint32_t i = 0; i < c->hidden; i++) r[i] += p->proj[i];
+        if (c->post_norms)
+            ref_norm(p->f, ref_gamma(p->f, p->o, layer, BD_NORM_POST_FFN), p->proj, c->hidden);
+        for (uint32_t i = 0; i < c->hidden; i++)
+            r[i] += p->proj[i];
     }
 }
 
@@ -65,19 +75,33 @@ static void ref_logits(ref_pass *p, uint32_t token, double *out) {
 }
 
 /* Logits after every token: [tokens][vocab], the caller frees. */
-static double *ref_sequence(const fixture *f, int32_t overlay, const int32_t *ids, uint32_t tokens) {
+static double *ref_sequence(const fixture *f, int32_t overlay, const int32_t *ids,
+                            uint32_t tokens) {
     const bd_model_config *c = &f->config;
     const uint32_t q_dim = c->heads * c->head_dim, kv = c->kv_heads * c->head_dim;
     const uint32_t widest = c->ffn + c->hidden + q_dim;
-    ref_pass p = {f, overlay < 0 ? NULL : &f->overlays[overlay], tokens, must_calloc((size_t)tokens * c->hidden, 8),
-                  must_calloc(c->hidden, 8), must_calloc(q_dim, 8), must_calloc((size_t)tokens * kv, 8),
-                  must_calloc((size_t)tokens * kv, 8), must_calloc(q_dim, 8), must_calloc(c->ffn, 8),
-                  must_calloc(c->ffn, 8), must_calloc(c->hidden, 8), must_calloc(widest, 8)};
-    for (uint32_t t = 0; t < tokens; t++) ref_embed(f, p.o, (uint32_t)ids[t], p.residual + (size_t)t * c->hidden);
-    for (uint32_t layer = 0; layer < c->layers; layer++) ref_layer(&p, layer);
+    ref_pass p = {f,
+                  overlay < 0 ? NULL : &f->overlays[overlay],
+                  tokens,
+                  must_calloc((size_t)tokens * c->hidden, 8),
+                  must_calloc(c->hidden, 8),
+                  must_calloc(q_dim, 8),
+                  must_calloc((size_t)tokens * kv, 8),
+                  must_calloc((size_t)tokens * kv, 8),
+                  must_calloc(q_dim, 8),
+                  must_calloc(c->ffn, 8),
+                  must_calloc(c->ffn, 8),
+                  must_calloc(c->hidden, 8),
+                  must_calloc(widest, 8)};
+    for (uint32_t t = 0; t < tokens; t++)
+        ref_embed(f, p.o, (uint32_t)ids[t], p.residual + (size_t)t * c->hidden);
+    for (uint32_t layer = 0; layer < c->layers; layer++)
+        ref_layer(&p, layer);
     double *out = must_calloc((size_t)tokens * c->vocab, 8);
-    for (uint32_t t = 0; t < tokens; t++) ref_logits(&p, t, out + (size_t)t * c->vocab);
-    free(p.residual), free(p.x), free(p.q), free(p.keys), free(p.values), free(p.attn), free(p.gate), free(p.up);
+    for (uint32_t t = 0; t < tokens; t++)
+        ref_logits(&p, t, out + (size_t)t * c->vocab);
+    free(p.residual), free(p.x), free(p.q), free(p.keys), free(p.values), free(p.attn),
+        free(p.gate), free(p.up);
     free(p.proj), free(p.bound);
     return out;
 }
@@ -91,24 +115,29 @@ static void forward(fixture *f, const bd_step *step) {
     assert_int_equal(ops->step_begin(b, step, &err), BD_OK);
     assert_int_equal(ops->embed(b, step, &err), BD_OK);
     for (uint32_t l = 0; l < f->config.layers; l++) {
-        assert_int_equal(ops->norm_residual(b, step, l, BD_NORM_INPUT, l > 0, l > 0 ? l - 1 : 0, after_ffn, &err), BD_OK);
+        assert_int_equal(ops->norm_residual(b, step, l, BD_NORM_INPUT, l > 0, l > 0 ? l - 1 : 0,
+                                            after_ffn, &err),
+                         BD_OK);
         assert_int_equal(ops->linear(b, step, l, BD_GROUP_QKV, &err), BD_OK);
         assert_int_equal(ops->rope_kv_write(b, step, l, &err), BD_OK);
         assert_int_equal(ops->attention(b, step, l, &err), BD_OK);
         assert_int_equal(ops->linear(b, step, l, BD_GROUP_O, &err), BD_OK);
         assert_int_equal(ops->norm_residual(b, step, l, BD_NORM_PRE_FFN, true, l,
-                                            post ? BD_NORM_POST_ATTENTION : BD_NORM_COUNT, &err), BD_OK);
+                                            post ? BD_NORM_POST_ATTENTION : BD_NORM_COUNT, &err),
+                         BD_OK);
         assert_int_equal(ops->linear(b, step, l, BD_GROUP_GATE_UP, &err), BD_OK);
         assert_int_equal(ops->linear(b, step, l, BD_GROUP_DOWN, &err), BD_OK);
         after_ffn = post ? BD_NORM_POST_FFN : BD_NORM_COUNT;
     }
-    assert_int_equal(ops->norm_residual(b, step, f->config.layers, BD_NORM_INPUT, true, f->config.layers - 1, after_ffn,
-                                        &err), BD_OK);
+    assert_int_equal(ops->norm_residual(b, step, f->config.layers, BD_NORM_INPUT, true,
+                                        f->config.layers - 1, after_ffn, &err),
+                     BD_OK);
     assert_int_equal(ops->head(b, step, &err), BD_OK);
     assert_int_equal(ops->sample(b, step, &err), BD_OK);
     bd_token_result *results = must_calloc(step->logits_row_count, sizeof *results);
     assert_int_equal(ops->step_wait(b, step, 0, results, &err), BD_OK);
-    for (uint32_t i = 0; i < step->logits_row_count; i++) assert_int_equal(results[i].fault, 0);
+    for (uint32_t i = 0; i < step->logits_row_count; i++)
+        assert_int_equal(results[i].fault, 0);
     free(results);
 }
 
@@ -117,47 +146,58 @@ static void open_model(fixture *f, bool plain, uint32_t threads) {
     f->config.logit_softcap = 0.0f; /* it would hide differences */
     f->options.thread_count = threads;
     fixture_open(f, plain);
-    for (uint32_t i = 0; i < OVERLAYS; i++) make_overlay(f, &f->overlays[i], i);
+    for (uint32_t i = 0; i < OVERLAYS; i++)
+        make_overlay(f, &f->overlays[i], i);
 }
 
 /* Blocks of sequence `index`: its own range of the cache. */
 static void give_blocks(const fixture *f, built_step *b, uint32_t index, uint32_t sequence) {
     const uint32_t per_seq = STEP_ROWS / f->options.kv_block_tokens + 1;
-    for (uint32_t i = 0; i < per_seq; i++) b->blocks[index][i] = sequence * per_seq + (per_seq - 1 - i);
+    for (uint32_t i = 0; i < per_seq; i++)
+        b->blocks[index][i] = sequence * per_seq + (per_seq - 1 - i);
 }
 
 static void want_all_rows(built_step *b) {
     b->step.logits_row_count = b->step.row_count;
     for (uint32_t r = 0; r < b->step.row_count; r++) {
-        b->logits_rows[r] = (bd_logits_row){.row = r, .seq = b->seq_of_row[r], .target = b->tokens[r], .top_count = 1};
+        b->logits_rows[r] = (bd_logits_row){
+            .row = r, .seq = b->seq_of_row[r], .target = b->tokens[r], .top_count = 1};
     }
 }
 
 /* Feeds ids[from, to) of a sequence and copies its logits to out[from..]. Others ride along. */
-static void feed(fixture *f, int32_t overlay, const int32_t *ids, uint32_t from, uint32_t to, bool company, float *out) {
+static void feed(fixture *f, int32_t overlay, const int32_t *ids, uint32_t from, uint32_t to,
+                 bool company, float *out) {
     bd_error err;
     built_step *b = step_create(f);
     if (company) {
-        give_blocks(f, b, step_add(f, b, (int32_t)pick(&f->rng, 0, OVERLAYS) - 1, 0, pick(&f->rng, 1, 12)), 1);
+        give_blocks(
+            f, b, step_add(f, b, (int32_t)pick(&f->rng, 0, OVERLAYS) - 1, 0, pick(&f->rng, 1, 12)),
+            1);
         give_blocks(f, b, step_add(f, b, (int32_t)pick(&f->rng, 0, OVERLAYS) - 1, 0, 1), 2);
     }
     const uint32_t first = b->step.row_count, index = step_add(f, b, overlay, from, to - from);
     give_blocks(f, b, index, 0);
     memcpy(b->tokens + first, ids + from, (to - from) * sizeof *ids);
-    if (company) give_blocks(f, b, step_add(f, b, (int32_t)pick(&f->rng, 0, OVERLAYS) - 1, 0, pick(&f->rng, 1, 9)), 3);
+    if (company)
+        give_blocks(f, b,
+                    step_add(f, b, (int32_t)pick(&f->rng, 0, OVERLAYS) - 1, 0, pick(&f->rng, 1, 9)),
+                    3);
     want_all_rows(b);
     forward(f, &b->step);
     for (uint32_t t = from; t < to; t++) {
-        assert_int_equal(f->backend->ops->logits_get(f->backend, first + t - from, out + (size_t)t * f->config.vocab, &err),
+        assert_int_equal(f->backend->ops->logits_get(f->backend, first + t - from,
+                                                     out + (size_t)t * f->config.vocab, &err),
                          BD_OK);
     }
     free(b);
 }
 
-static void check_sequence(fixture *f, const float *got, const double *want, uint32_t tokens, double tolerance,
-                           const char *what) {
+static void check_sequence(fixture *f, const float *got, const double *want, uint32_t tokens,
+                           double tolerance, const char *what) {
     for (uint32_t t = 0; t < tokens; t++) {
-        const double off = l2_distance(got + (size_t)t * f->config.vocab, want + (size_t)t * f->config.vocab, f->config.vocab);
+        const double off = l2_distance(got + (size_t)t * f->config.vocab,
+                                       want + (size_t)t * f->config.vocab, f->config.vocab);
         if (!(off <= tolerance)) fail_msg("%s, token %u: relative distance %.3g", what, t, off);
     }
 }
@@ -171,9 +211,12 @@ static void test_logits(void **state) {
         const int32_t overlay = (int32_t)(i % (OVERLAYS + 1)) - 1;
         const uint32_t tokens = pick(&f.rng, 2, 40), vocab = f.config.vocab;
         int32_t ids[40];
-        for (uint32_t t = 0; t < tokens; t++) ids[t] = (int32_t)pick(&f.rng, 0, vocab - 1);
-        double *want = ref_sequence(&f, overlay, ids, tokens), *alone_wide = must_calloc((size_t)tokens * vocab, 8);
-        float *alone = must_calloc((size_t)tokens * vocab, 4), *other = must_calloc((size_t)tokens * vocab, 4);
+        for (uint32_t t = 0; t < tokens; t++)
+            ids[t] = (int32_t)pick(&f.rng, 0, vocab - 1);
+        double *want = ref_sequence(&f, overlay, ids, tokens),
+               *alone_wide = must_calloc((size_t)tokens * vocab, 8);
+        float *alone = must_calloc((size_t)tokens * vocab, 4),
+              *other = must_calloc((size_t)tokens * vocab, 4);
         feed(&f, overlay, ids, 0, tokens, false, alone);
         check_sequence(&f, alone, want, tokens, 1e-5, "alone, against float64");
         to_double(alone_wide, alone, (size_t)tokens * vocab);
@@ -202,9 +245,16 @@ static void test_bad_options(void **state) {
     fixture f = {.rng = support_seed()};
     bd_error err;
     random_config(&f, 60);
-    const bd_backend_options good = {.config = &f.config, .rank_count = 1, .thread_count = 1, .rows_max = 8, .seqs_max = 4,
-                                     .logits_rows_max = 4, .kv_block_tokens = 16, .kv_block_count = 8,
-                                     .max_model_len = 64, .rope_tables_max = 1};
+    const bd_backend_options good = {.config = &f.config,
+                                     .rank_count = 1,
+                                     .thread_count = 1,
+                                     .rows_max = 8,
+                                     .seqs_max = 4,
+                                     .logits_rows_max = 4,
+                                     .kv_block_tokens = 16,
+                                     .kv_block_count = 8,
+                                     .max_model_len = 64,
+                                     .rope_tables_max = 1};
     assert_int_equal(try_open(&good, &err), BD_OK);
     const struct {
         const char *field;
@@ -264,12 +314,13 @@ static void test_plan(void **state) {
     const bd_model_config *c = &f.config;
     assert_int_equal(f.backend->ops->plan(&f.options, &plan, &err), BD_OK);
     uint64_t params = (uint64_t)c->vocab * c->hidden * (c->tied ? 1 : 2);
-    for (uint32_t i = 0; i < c->layers * BD_LINEAR_COUNT; i++) params += (uint64_t)f.linears[i].n * f.linears[i].k;
+    for (uint32_t i = 0; i < c->layers * BD_LINEAR_COUNT; i++)
+        params += (uint64_t)f.linears[i].n * f.linears[i].k;
     assert_true(plan.weights >= 2 * params);
     assert_true(plan.logits == 4ull * c->vocab * f.options.logits_rows_max);
     assert_true(plan.deltas == f.options.delta_bytes);
-    assert_true(plan.kv == 2ull * 4 * c->layers * c->kv_heads * ((c->head_dim + 7) / 8 * 8) * f.options.kv_block_count *
-                               f.options.kv_block_tokens);
+    assert_true(plan.kv == 2ull * 4 * c->layers * c->kv_heads * ((c->head_dim + 7) / 8 * 8) *
+                               f.options.kv_block_count * f.options.kv_block_tokens);
     assert_true(plan.total == plan.weights + plan.workspace + plan.kv + plan.logits + plan.deltas);
     assert_true(plan.available > 0);
     fixture_close(&f);
@@ -284,11 +335,16 @@ static void test_loading_errors(void **state) {
     fixture_open(&f, false);
     const bd_backend_ops *ops = f.backend->ops;
     const uint32_t q = f.cpu->q_dim;
-    bd_weight_view view = {.dtype = BD_DTYPE_BF16, .rows = q, .cols = f.config.hidden,
-                           .row_stride_bytes = 2ull * f.config.hidden, .data = f.arena, .stable = true};
+    bd_weight_view view = {.dtype = BD_DTYPE_BF16,
+                           .rows = q,
+                           .cols = f.config.hidden,
+                           .row_stride_bytes = 2ull * f.config.hidden,
+                           .data = f.arena,
+                           .stable = true};
     const bd_weight_id id = {BD_WEIGHT_LINEAR, 0, BD_LINEAR_Q};
     assert_int_equal(ops->weight_put(f.backend, id, &view, &err), BD_E_ARGUMENT); /* twice */
-    assert_int_equal(ops->weight_put(f.backend, (bd_weight_id){BD_WEIGHT_HEAD, 0, 0}, &view, &err), BD_E_ARGUMENT);
+    assert_int_equal(ops->weight_put(f.backend, (bd_weight_id){BD_WEIGHT_HEAD, 0, 0}, &view, &err),
+                     BD_E_ARGUMENT);
     memset(&f.cpu->linears[BD_LINEAR_Q].data, 0, sizeof(void *));
     view.rows++;
     assert_int_equal(ops->weight_put(f.backend, id, &view, &err), BD_E_MISMATCH);
@@ -308,14 +364,20 @@ static void test_plane_layout(void **state) {
     uint64_t rng = support_seed();
     bd_error err;
     for (uint32_t round = 0; round < 50; round++) {
-        const uint32_t n = pick(&rng, 1, 40), k = 8 * pick(&rng, 1, 30), src_stride = k / 8 + pick(&rng, 0, 3);
+        const uint32_t n = pick(&rng, 1, 40), k = 8 * pick(&rng, 1, 30),
+                       src_stride = k / 8 + pick(&rng, 0, 3);
         const uint64_t bytes = bd_cpu_plane_bytes(n, k);
         assert_true(bytes % 64 == 0 && bytes >= (uint64_t)n * k / 8);
-        uint8_t *src = must_calloc((size_t)n * src_stride + 1, 1), *whole = must_calloc(bytes, 1), *rows = must_calloc(bytes, 1);
-        for (uint32_t i = 0; i <= n * src_stride; i++) src[i] = (uint8_t)support_random(&rng);
-        assert_int_equal(bd_cpu_plane_put(NULL, whole, n, k, 0, n, src + 1, src_stride, &err), BD_OK);
+        uint8_t *src = must_calloc((size_t)n * src_stride + 1, 1), *whole = must_calloc(bytes, 1),
+                *rows = must_calloc(bytes, 1);
+        for (uint32_t i = 0; i <= n * src_stride; i++)
+            src[i] = (uint8_t)support_random(&rng);
+        assert_int_equal(bd_cpu_plane_put(NULL, whole, n, k, 0, n, src + 1, src_stride, &err),
+                         BD_OK);
         for (uint32_t r = 0; r < n; r++) {
-            assert_int_equal(bd_cpu_plane_put(NULL, rows, n, k, r, 1, src + 1 + (size_t)r * src_stride, src_stride, &err), BD_OK);
+            assert_int_equal(bd_cpu_plane_put(NULL, rows, n, k, r, 1,
+                                              src + 1 + (size_t)r * src_stride, src_stride, &err),
+                             BD_OK);
         }
         assert_memory_equal(whole, rows, bytes);
         float *zero = must_calloc(k, 4), *signs = must_calloc(k, 4);
@@ -360,15 +422,17 @@ static void test_unsampled_step(void **state) {
     step_add(&f, b, -1, 0, 1);
     want_all_rows(b);
     assert_int_equal(f.backend->ops->step_begin(f.backend, &b->step, &err), BD_OK);
-    assert_int_equal(f.backend->ops->step_wait(f.backend, &b->step, 0, &result, &err), BD_E_INTERNAL);
+    assert_int_equal(f.backend->ops->step_wait(f.backend, &b->step, 0, &result, &err),
+                     BD_E_INTERNAL);
     free(b);
     fixture_close(&f);
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_logits),        cmocka_unit_test(test_bad_options),  cmocka_unit_test(test_plan),
-        cmocka_unit_test(test_loading_errors), cmocka_unit_test(test_plane_layout), cmocka_unit_test(test_registry),
+        cmocka_unit_test(test_logits),         cmocka_unit_test(test_bad_options),
+        cmocka_unit_test(test_plan),           cmocka_unit_test(test_loading_errors),
+        cmocka_unit_test(test_plane_layout),   cmocka_unit_test(test_registry),
         cmocka_unit_test(test_unsampled_step),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -1,7 +1,8 @@
 /* cpu.h - insides of the CPU backend, shared by its files and its tests.
- * Owner: the rank's executor thread; only plane_put and vector_put run on the loader's thread, and they touch nothing
- * but the memory they are given. Activations are float32, [row][dimension] without padding; the KV cache is float32,
- * [layer][block][kv head][token][head_dim rounded up to 8], keys and values apart. */
+ * Owner: the rank's executor thread; only plane_put and vector_put run on the loader's thread, and
+ * they touch nothing but the memory they are given. Activations are float32, [row][dimension]
+ * without padding; the KV cache is float32, [layer][block][kv head][token][head_dim rounded up to
+ * 8], keys and values apart. */
 #ifndef BITDELTA_BACKEND_CPU_CPU_H
 #define BITDELTA_BACKEND_CPU_CPU_H
 
@@ -10,20 +11,22 @@
 #include "bitdelta/backend/backend.h"
 #include "bitdelta/base/pool.h"
 
-/* A segment of fewer rows multiplies the packed bits; a longer one rebuilds its weights tile by tile. */
+/* A segment of fewer rows multiplies the packed bits; a longer one rebuilds its weights tile by
+ * tile. */
 #define BD_CPU_SHORT_ROWS 8u
 /* Fewer base rows than this read the weights as they are; more go through float32 tiles. */
 #define BD_CPU_DIRECT_ROWS 32u
-#define BD_CPU_TILE_N 96u
-#define BD_CPU_TILE_K 512u /* a multiple of 32, so that a tile's bits start at a whole word */
-#define BD_CPU_DIRECT_N 48u
-/* Rows of short segments with sum tables in one operator; segments beyond rebuild their weights like long ones. */
+#define BD_CPU_TILE_N      96u
+#define BD_CPU_TILE_K      512u /* a multiple of 32, so that a tile's bits start at a whole word */
+#define BD_CPU_DIRECT_N    48u
+/* Rows of short segments with sum tables in one operator; segments beyond rebuild their weights
+ * like long ones. */
 #define BD_CPU_TABLE_ROWS_MAX 128u
-#define BD_CPU_NO_TABLE UINT32_MAX
-#define BD_CPU_LORA_RANK_MAX 256u
-#define BD_CPU_HEAD_DIM_MAX 256u
-#define BD_CPU_QUERIES 16u /* queries of one attention task */
-#define BD_CPU_KV_TILE 64u /* keys between two rescalings of the running softmax */
+#define BD_CPU_NO_TABLE       UINT32_MAX
+#define BD_CPU_LORA_RANK_MAX  256u
+#define BD_CPU_HEAD_DIM_MAX   256u
+#define BD_CPU_QUERIES        16u /* queries of one attention task */
+#define BD_CPU_KV_TILE        64u /* keys between two rescalings of the running softmax */
 
 typedef struct bd_cpu_matrix { /* row-major [n, k]; data is not aligned */
     const uint8_t *data;       /* NULL until put */
@@ -33,7 +36,7 @@ typedef struct bd_cpu_matrix { /* row-major [n, k]; data is not aligned */
     bd_dtype dtype; /* F32, BF16 or F16 */
 } bd_cpu_matrix;
 
-typedef struct bd_cpu_run { /* rows of one overlay */
+typedef struct bd_cpu_run {    /* rows of one overlay */
     const bd_overlay *overlay; /* NULL: the base */
     uint32_t first, count;
     uint32_t table_row; /* this operator's first sum table of the run, or BD_CPU_NO_TABLE */
@@ -50,9 +53,9 @@ typedef struct bd_cpu_dot {
 } bd_cpu_dot;
 
 /* y[i] += scale[i] * sum_k +-x[k] for rows first + i of a plane.
- * x comes as a sum table: for every three elements all eight sums, [word][11][8] with 11 triples to 32 elements (the last
- * has two). One permute then adds three elements to each of eight outputs, where flipping signs takes four operations for
- * eight weights. */
+ * x comes as a sum table: for every three elements all eight sums, [word][11][8] with 11 triples to
+ * 32 elements (the last has two). One permute then adds three elements to each of eight outputs,
+ * where flipping signs takes four operations for eight weights. */
 typedef struct bd_cpu_signs {
     const float *table;
     float *y;
@@ -66,36 +69,49 @@ typedef struct bd_cpu_kernels {
     void (*dot[3])(const bd_cpu_dot *dot); /* by bd_dtype F32, BF16, F16 */
     void (*sum_table)(float *table, const float *x, uint32_t k);
     void (*sign_dot)(const bd_cpu_signs *signs);
-    void (*to_f32)(float *dst, const uint8_t *src, bd_dtype dtype, uint32_t count); /* count: any multiple of 8 */
+    void (*to_f32)(float *dst, const uint8_t *src, bd_dtype dtype,
+                   uint32_t count); /* count: any multiple of 8 */
     /* dst[i] = src[i] +- scale; bits: bd_cpu_plane_at of a row; dst == src is fine. */
-    void (*add_signs)(float *dst, const float *src, const uint8_t *bits, uint32_t count, float scale);
-    /* acc[q][d] += sum_t p[q][t] * v[t][d]; p rows BD_CPU_KV_TILE apart, acc rows BD_CPU_HEAD_DIM_MAX apart. */
-    void (*weighted_sum)(float *acc, const float *p, uint32_t queries, const float *v, uint32_t tokens,
-                         uint32_t dim);
+    void (*add_signs)(float *dst, const float *src, const uint8_t *bits, uint32_t count,
+                      float scale);
+    /* acc[q][d] += sum_t p[q][t] * v[t][d]; p rows BD_CPU_KV_TILE apart, acc rows
+     * BD_CPU_HEAD_DIM_MAX apart. */
+    void (*weighted_sum)(float *acc, const float *p, uint32_t queries, const float *v,
+                         uint32_t tokens, uint32_t dim);
 } bd_cpu_kernels;
 
 const bd_cpu_kernels *bd_cpu_kernels_plain(void);
 const bd_cpu_kernels *bd_cpu_kernels_avx2(void); /* NULL: not on this machine */
 
 typedef enum bd_cpu_buffer {
-    BD_CPU_RESIDUAL, BD_CPU_NORMED, BD_CPU_Q, BD_CPU_K, BD_CPU_V, BD_CPU_ATTN, BD_CPU_ACT, BD_CPU_PROJ,
-    BD_CPU_ROTATION,    /* cos and sin of each row */
-    BD_CPU_TABLES,      /* sum tables of rows of short segments */
-    BD_CPU_LORA,        /* x A^T of each row, for up to three matrices */
-    BD_CPU_LOGITS, BD_CPU_HEAD_IN,
-    BD_CPU_KEYS, BD_CPU_VALUES,
+    BD_CPU_RESIDUAL,
+    BD_CPU_NORMED,
+    BD_CPU_Q,
+    BD_CPU_K,
+    BD_CPU_V,
+    BD_CPU_ATTN,
+    BD_CPU_ACT,
+    BD_CPU_PROJ,
+    BD_CPU_ROTATION, /* cos and sin of each row */
+    BD_CPU_TABLES,   /* sum tables of rows of short segments */
+    BD_CPU_LORA,     /* x A^T of each row, for up to three matrices */
+    BD_CPU_LOGITS,
+    BD_CPU_HEAD_IN,
+    BD_CPU_KEYS,
+    BD_CPU_VALUES,
     BD_CPU_ROW_OVERLAY, /* const bd_overlay * of each row */
-    BD_CPU_RUNS, BD_CPU_HEAD_RUNS,
-    BD_CPU_TASKS,       /* first attention task of each sequence, and one more */
+    BD_CPU_RUNS,
+    BD_CPU_HEAD_RUNS,
+    BD_CPU_TASKS, /* first attention task of each sequence, and one more */
     BD_CPU_RESULTS,
-    BD_CPU_ROPE,        /* inv_freq of each table */
-    BD_CPU_SMALL,       /* norms and biases, float32 */
+    BD_CPU_ROPE,  /* inv_freq of each table */
+    BD_CPU_SMALL, /* norms and biases, float32 */
     /* One part per worker: */
-    BD_CPU_TILES,       /* base tile, then a variant's */
-    BD_CPU_UP,          /* a block of the up projection */
-    BD_CPU_SCORES,      /* queries, accumulators, probabilities */
-    BD_CPU_SAMPLE,      /* a row's weights (double) and edited logits (float) */
-    BD_CPU_DELTAS,      /* the delta arena */
+    BD_CPU_TILES,  /* base tile, then a variant's */
+    BD_CPU_UP,     /* a block of the up projection */
+    BD_CPU_SCORES, /* queries, accumulators, probabilities */
+    BD_CPU_SAMPLE, /* a row's weights (double) and edited logits (float) */
+    BD_CPU_DELTAS, /* the delta arena */
     BD_CPU_BUFFER_COUNT
 } bd_cpu_buffer;
 
@@ -119,11 +135,16 @@ typedef struct bd_cpu {
     uint32_t result_count;
 } bd_cpu;
 
-static inline bd_cpu *bd_cpu_of(bd_backend *backend) { return (bd_cpu *)backend; }
+static inline bd_cpu *bd_cpu_of(bd_backend *backend) {
+    return (bd_cpu *)backend;
+}
 
-static inline float *bd_cpu_f32(const bd_cpu *cpu, bd_cpu_buffer which) { return cpu->buffers[which]; }
+static inline float *bd_cpu_f32(const bd_cpu *cpu, bd_cpu_buffer which) {
+    return cpu->buffers[which];
+}
 
-static inline float *bd_cpu_row(const bd_cpu *cpu, bd_cpu_buffer which, uint32_t row, uint32_t dim) {
+static inline float *bd_cpu_row(const bd_cpu *cpu, bd_cpu_buffer which, uint32_t row,
+                                uint32_t dim) {
     return bd_cpu_f32(cpu, which) + (size_t)row * dim;
 }
 
@@ -131,28 +152,38 @@ static inline const bd_overlay *const *bd_cpu_row_overlays(const bd_cpu *cpu) {
     return cpu->buffers[BD_CPU_ROW_OVERLAY];
 }
 
-/* A plane in our layout: rows in groups of eight; of a group the first 32-bit word of each row, then the second, ...
- * Element 32w + b of a row is bit b of its word w; 1 = minus, so that a bit moved to the top flips a float's sign; 0 in
- * the padding of a row. */
-static inline uint32_t bd_cpu_plane_words(uint32_t k) { return (k + 31u) / 32u; }
+/* A plane in our layout: rows in groups of eight; of a group the first 32-bit word of each row,
+ * then the second, ... Element 32w + b of a row is bit b of its word w; 1 = minus, so that a bit
+ * moved to the top flips a float's sign; 0 in the padding of a row. */
+static inline uint32_t bd_cpu_plane_words(uint32_t k) {
+    return (k + 31u) / 32u;
+}
 
 static inline size_t bd_cpu_plane_offset(uint32_t words, uint32_t n, uint32_t word) {
     return (((size_t)(n / 8u) * words + word) * 8u + n % 8u) * 4u;
 }
 
-/* The word of row n that holds element k0, a multiple of 32; the row's next words are 32 bytes apart. */
-static inline const uint8_t *bd_cpu_plane_at(const void *plane, uint32_t k, uint32_t n, uint32_t k0) {
+/* The word of row n that holds element k0, a multiple of 32; the row's next words are 32 bytes
+ * apart. */
+static inline const uint8_t *bd_cpu_plane_at(const void *plane, uint32_t k, uint32_t n,
+                                             uint32_t k0) {
     return (const uint8_t *)plane + bd_cpu_plane_offset(bd_cpu_plane_words(k), n, k0 / 32u);
 }
 
 #define BD_CPU_PLANE_STEP 32u /* bytes from word to word of a row */
-#define BD_CPU_TRIPLES 11u
-#define BD_CPU_FOLD_WORDS 16u /* words summed before the sum joins the total: keeps rounding errors down */
-static inline size_t bd_cpu_table_floats(uint32_t k) { return (size_t)bd_cpu_plane_words(k) * BD_CPU_TRIPLES * 8u; }
+#define BD_CPU_TRIPLES    11u
+#define BD_CPU_FOLD_WORDS                                                                          \
+    16u /* words summed before the sum joins the total: keeps rounding errors down */
+static inline size_t bd_cpu_table_floats(uint32_t k) {
+    return (size_t)bd_cpu_plane_words(k) * BD_CPU_TRIPLES * 8u;
+}
 
 /* Sizes of all buffers for `workers`; false when a product overflows. */
-bool bd_cpu_sizes(const bd_backend_options *options, uint32_t workers, uint64_t sizes[BD_CPU_BUFFER_COUNT]);
-static inline uint32_t bd_cpu_tile_floats(void) { return BD_CPU_TILE_N * BD_CPU_TILE_K; }
+bool bd_cpu_sizes(const bd_backend_options *options, uint32_t workers,
+                  uint64_t sizes[BD_CPU_BUFFER_COUNT]);
+static inline uint32_t bd_cpu_tile_floats(void) {
+    return BD_CPU_TILE_N * BD_CPU_TILE_K;
+}
 static inline uint32_t bd_cpu_scores_floats(void) {
     return BD_CPU_QUERIES * (2u * BD_CPU_HEAD_DIM_MAX + BD_CPU_KV_TILE);
 }
@@ -162,20 +193,25 @@ void bd_cpu_for(bd_cpu *cpu, uint32_t count, uint64_t work, bd_pool_fn fn, void 
 
 bd_status bd_cpu_supports(const bd_backend_options *options, bd_error *err);
 bd_status bd_cpu_plan(const bd_backend_options *options, bd_memory_plan *plan, bd_error *err);
-bd_status bd_cpu_weight_put(bd_backend *backend, bd_weight_id id, const bd_weight_view *view, bd_error *err);
-bd_status bd_cpu_rope_table_put(bd_backend *backend, uint32_t table, const float *inv_freq, float scale,
-                                bd_error *err);
-uint64_t bd_cpu_plane_bytes(uint32_t n, uint32_t k);
-bd_status bd_cpu_plane_put(bd_backend *backend, void *dst, uint32_t n, uint32_t k, uint32_t first_row,
-                           uint32_t row_count, const void *src, uint64_t src_stride_bytes, bd_error *err);
-bd_status bd_cpu_vector_put(bd_backend *backend, void *dst, uint64_t first, const float *src, uint64_t count,
+bd_status bd_cpu_weight_put(bd_backend *backend, bd_weight_id id, const bd_weight_view *view,
                             bd_error *err);
+bd_status bd_cpu_rope_table_put(bd_backend *backend, uint32_t table, const float *inv_freq,
+                                float scale, bd_error *err);
+uint64_t bd_cpu_plane_bytes(uint32_t n, uint32_t k);
+bd_status bd_cpu_plane_put(bd_backend *backend, void *dst, uint32_t n, uint32_t k,
+                           uint32_t first_row, uint32_t row_count, const void *src,
+                           uint64_t src_stride_bytes, bd_error *err);
+bd_status bd_cpu_vector_put(bd_backend *backend, void *dst, uint64_t first, const float *src,
+                            uint64_t count, bd_error *err);
 bd_status bd_cpu_step_begin(bd_backend *backend, const bd_step *step, bd_error *err);
 bd_status bd_cpu_embed(bd_backend *backend, const bd_step *step, bd_error *err);
-bd_status bd_cpu_norm_residual(bd_backend *backend, const bd_step *step, uint32_t layer, bd_norm kind, bool add,
-                               uint32_t post_layer, bd_norm post, bd_error *err);
-bd_status bd_cpu_linear(bd_backend *backend, const bd_step *step, uint32_t layer, bd_group group, bd_error *err);
-bd_status bd_cpu_rope_kv_write(bd_backend *backend, const bd_step *step, uint32_t layer, bd_error *err);
+bd_status bd_cpu_norm_residual(bd_backend *backend, const bd_step *step, uint32_t layer,
+                               bd_norm kind, bool add, uint32_t post_layer, bd_norm post,
+                               bd_error *err);
+bd_status bd_cpu_linear(bd_backend *backend, const bd_step *step, uint32_t layer, bd_group group,
+                        bd_error *err);
+bd_status bd_cpu_rope_kv_write(bd_backend *backend, const bd_step *step, uint32_t layer,
+                               bd_error *err);
 bd_status bd_cpu_attention(bd_backend *backend, const bd_step *step, uint32_t layer, bd_error *err);
 bd_status bd_cpu_head(bd_backend *backend, const bd_step *step, bd_error *err);
 bd_status bd_cpu_sample(bd_backend *backend, const bd_step *step, bd_error *err);
@@ -184,8 +220,10 @@ bd_status bd_cpu_step_wait(bd_backend *backend, const bd_step *step, uint64_t de
 bd_status bd_cpu_logits_get(bd_backend *backend, uint32_t index, float *out, bd_error *err);
 
 /* Norm weights of a row: its overlay's, else the base's. */
-const float *bd_cpu_norm_weights(const bd_cpu *cpu, const bd_overlay *overlay, uint32_t layer, bd_norm kind);
+const float *bd_cpu_norm_weights(const bd_cpu *cpu, const bd_overlay *overlay, uint32_t layer,
+                                 bd_norm kind);
 /* out[i] = x[i] / rms(x) * gamma[i]; out == x is fine. */
-void bd_cpu_rms_norm(const bd_cpu *cpu, float *out, const float *x, const float *gamma, uint32_t count);
+void bd_cpu_rms_norm(const bd_cpu *cpu, float *out, const float *x, const float *gamma,
+                     uint32_t count);
 
 #endif

@@ -1,8 +1,9 @@
-/* cpu_attention.c - causal attention over the paged KV cache with grouped heads, windows and soft caps.
- * A task is up to BD_CPU_QUERIES queries that share a key-value head: rows of one sequence times heads of one group. Keys
- * come in tiles that start at multiples of BD_CPU_KV_TILE tokens of the sequence, so that a row's result does not depend
- * on how its sequence was cut into steps. Softmax runs along with a maximum and a sum per query.
- * Owner: the executor thread; tasks are spread over the pool. */
+/* cpu_attention.c - causal attention over the paged KV cache with grouped heads, windows and soft
+ * caps. A task is up to BD_CPU_QUERIES queries that share a key-value head: rows of one sequence
+ * times heads of one group. Keys come in tiles that start at multiples of BD_CPU_KV_TILE tokens of
+ * the sequence, so that a row's result does not depend on how its sequence was cut into steps.
+ * Softmax runs along with a maximum and a sum per query. Owner: the executor thread; tasks are
+ * spread over the pool. */
 #include <math.h>
 #include <string.h>
 
@@ -12,9 +13,9 @@ typedef struct attention_job {
     bd_cpu *cpu;
     const bd_step *step;
     uint32_t layer;
-    uint32_t group;                         /* query heads on one key-value head */
-    uint32_t task_heads, task_rows;         /* of a task */
-    uint32_t head_parts;                    /* tasks that cover a group */
+    uint32_t group;                 /* query heads on one key-value head */
+    uint32_t task_heads, task_rows; /* of a task */
+    uint32_t head_parts;            /* tasks that cover a group */
 } attention_job;
 
 typedef struct attention_task {
@@ -23,7 +24,8 @@ typedef struct attention_task {
     uint32_t first_row, rows; /* of the step */
     uint32_t queries;         /* rows * heads, row-major */
     uint32_t first_token;     /* of first_row in the sequence */
-    float *q, *acc, *p;       /* scratch: [BD_CPU_QUERIES][BD_CPU_HEAD_DIM_MAX] twice, [BD_CPU_QUERIES][KV_TILE] */
+    float *q, *acc,
+        *p; /* scratch: [BD_CPU_QUERIES][BD_CPU_HEAD_DIM_MAX] twice, [BD_CPU_QUERIES][KV_TILE] */
     float max[BD_CPU_QUERIES], sum[BD_CPU_QUERIES];
     uint32_t lo[BD_CPU_QUERIES], hi[BD_CPU_QUERIES]; /* tokens that a query sees: [lo, hi) */
 } attention_task;
@@ -39,7 +41,8 @@ static void find_task(const attention_job *job, uint32_t index, attention_task *
     const bd_model_config *c = job->cpu->config;
     const uint32_t *first = job->cpu->buffers[BD_CPU_TASKS];
     uint32_t s = 0;
-    while (index >= first[s + 1]) s++;
+    while (index >= first[s + 1])
+        s++;
     const uint32_t part = index - first[s], per_rows = c->kv_heads * job->head_parts;
     const bd_seq *seq = &job->step->seqs[s];
     const uint32_t head_part = part % job->head_parts, row = part / per_rows * job->task_rows;
@@ -61,10 +64,13 @@ static void start_task(const attention_job *job, attention_task *task, uint32_t 
     task->acc = task->q + BD_CPU_QUERIES * BD_CPU_HEAD_DIM_MAX;
     task->p = task->acc + BD_CPU_QUERIES * BD_CPU_HEAD_DIM_MAX;
     for (uint32_t i = 0; i < task->queries; i++) {
-        const uint32_t row = task->first_row + i / task->heads, head = task->first_head + i % task->heads;
+        const uint32_t row = task->first_row + i / task->heads,
+                       head = task->first_head + i % task->heads;
         const uint32_t token = task->first_token + i / task->heads, window = task_window(job, row);
-        float *q = task->q + (size_t)i * BD_CPU_HEAD_DIM_MAX, *acc = task->acc + (size_t)i * BD_CPU_HEAD_DIM_MAX;
-        memcpy(q, bd_cpu_row(cpu, BD_CPU_Q, row, cpu->q_dim) + (size_t)head * head_dim, head_dim * sizeof *q);
+        float *q = task->q + (size_t)i * BD_CPU_HEAD_DIM_MAX,
+              *acc = task->acc + (size_t)i * BD_CPU_HEAD_DIM_MAX;
+        memcpy(q, bd_cpu_row(cpu, BD_CPU_Q, row, cpu->q_dim) + (size_t)head * head_dim,
+               head_dim * sizeof *q);
         memset(q + head_dim, 0, (cpu->head_stride - head_dim) * sizeof *q);
         memset(acc, 0, cpu->head_stride * sizeof *acc);
         task->max[i] = -INFINITY;
@@ -74,16 +80,21 @@ static void start_task(const attention_job *job, attention_task *task, uint32_t 
     }
 }
 
-/* Where token's key of this task's head lies, and how many tokens follow it in its block, itself included. */
-static size_t key_offset(const attention_job *job, const attention_task *task, uint32_t token, uint32_t *run) {
+/* Where token's key of this task's head lies, and how many tokens follow it in its block, itself
+ * included. */
+static size_t key_offset(const attention_job *job, const attention_task *task, uint32_t token,
+                         uint32_t *run) {
     const bd_cpu *cpu = job->cpu;
     const uint32_t tokens = cpu->options.kv_block_tokens;
-    const uint64_t block = (uint64_t)job->layer * cpu->options.kv_block_count + task->seq->kv_blocks[token / tokens];
+    const uint64_t block =
+        (uint64_t)job->layer * cpu->options.kv_block_count + task->seq->kv_blocks[token / tokens];
     *run = tokens - token % tokens;
-    return (size_t)((block * cpu->config->kv_heads + task->kv_head) * tokens + token % tokens) * cpu->head_stride;
+    return (size_t)((block * cpu->config->kv_heads + task->kv_head) * tokens + token % tokens) *
+           cpu->head_stride;
 }
 
-static void score_tile(const attention_job *job, const attention_task *task, uint32_t begin, uint32_t end) {
+static void score_tile(const attention_job *job, const attention_task *task, uint32_t begin,
+                       uint32_t end) {
     const bd_cpu *cpu = job->cpu;
     const float *x[BD_CPU_QUERIES];
     float *y[BD_CPU_QUERIES];
@@ -95,16 +106,23 @@ static void score_tile(const attention_job *job, const attention_task *task, uin
             x[i] = task->q + (size_t)i * BD_CPU_HEAD_DIM_MAX;
             y[i] = task->p + (size_t)i * BD_CPU_KV_TILE + (t - begin);
         }
-        cpu->kernels->dot[BD_DTYPE_F32](&(bd_cpu_dot){.x = x, .y = y, .rows = task->queries, .n = run,
-                                                      .k = cpu->head_stride, .w = (const uint8_t *)keys,
-                                                      .stride_bytes = cpu->head_stride * sizeof(float)});
+        cpu->kernels->dot[BD_DTYPE_F32](
+            &(bd_cpu_dot){.x = x,
+                          .y = y,
+                          .rows = task->queries,
+                          .n = run,
+                          .k = cpu->head_stride,
+                          .w = (const uint8_t *)keys,
+                          .stride_bytes = cpu->head_stride * sizeof(float)});
     }
 }
 
 /* Scores of one query become weights; what was summed so far is rescaled to the new maximum. */
-static void soften_tile(const attention_job *job, attention_task *task, uint32_t i, uint32_t begin, uint32_t end) {
+static void soften_tile(const attention_job *job, attention_task *task, uint32_t i, uint32_t begin,
+                        uint32_t end) {
     const bd_model_config *c = job->cpu->config;
-    float *p = task->p + (size_t)i * BD_CPU_KV_TILE, *acc = task->acc + (size_t)i * BD_CPU_HEAD_DIM_MAX;
+    float *p = task->p + (size_t)i * BD_CPU_KV_TILE,
+          *acc = task->acc + (size_t)i * BD_CPU_HEAD_DIM_MAX;
     const uint32_t count = end - begin;
     const uint32_t from = task->lo[i] > begin ? task->lo[i] - begin : 0;
     const uint32_t to = task->hi[i] < end ? (task->hi[i] > begin ? task->hi[i] - begin : 0) : count;
@@ -121,7 +139,8 @@ static void soften_tile(const attention_job *job, attention_task *task, uint32_t
     const float shrink = task->sum[i] > 0.0f ? expf(task->max[i] - max) : 1.0f;
     float sum = task->sum[i] * shrink;
     if (shrink != 1.0f) { /* NaN must spread as well */
-        for (uint32_t d = 0; d < job->cpu->head_stride; d++) acc[d] *= shrink;
+        for (uint32_t d = 0; d < job->cpu->head_stride; d++)
+            acc[d] *= shrink;
     }
     for (uint32_t t = 0; t < count; t++) {
         p[t] = t >= from && t < to ? expf(p[t] - max) : 0.0f;
@@ -131,13 +150,15 @@ static void soften_tile(const attention_job *job, attention_task *task, uint32_t
     task->sum[i] = sum;
 }
 
-static void add_values(const attention_job *job, const attention_task *task, uint32_t begin, uint32_t end) {
+static void add_values(const attention_job *job, const attention_task *task, uint32_t begin,
+                       uint32_t end) {
     const bd_cpu *cpu = job->cpu;
     uint32_t run = 0;
     for (uint32_t t = begin; t < end; t += run) {
         const float *values = bd_cpu_f32(cpu, BD_CPU_VALUES) + key_offset(job, task, t, &run);
         if (run > end - t) run = end - t;
-        cpu->kernels->weighted_sum(task->acc, task->p + (t - begin), task->queries, values, run, cpu->head_stride);
+        cpu->kernels->weighted_sum(task->acc, task->p + (t - begin), task->queries, values, run,
+                                   cpu->head_stride);
     }
 }
 
@@ -154,18 +175,22 @@ static void attend(void *ctx, uint32_t index, uint32_t worker) {
     for (; begin < last; begin += BD_CPU_KV_TILE) {
         const uint32_t end = last - begin < BD_CPU_KV_TILE ? last : begin + BD_CPU_KV_TILE;
         score_tile(job, &task, begin, end);
-        for (uint32_t i = 0; i < task.queries; i++) soften_tile(job, &task, i, begin, end);
+        for (uint32_t i = 0; i < task.queries; i++)
+            soften_tile(job, &task, i, begin, end);
         add_values(job, &task, begin, end);
     }
     for (uint32_t i = 0; i < task.queries; i++) {
-        const uint32_t row = task.first_row + i / task.heads, head = task.first_head + i % task.heads;
+        const uint32_t row = task.first_row + i / task.heads,
+                       head = task.first_head + i % task.heads;
         float *out = bd_cpu_row(cpu, BD_CPU_ATTN, row, cpu->q_dim) + (size_t)head * head_dim;
         const float *acc = task.acc + (size_t)i * BD_CPU_HEAD_DIM_MAX, inverse = 1.0f / task.sum[i];
-        for (uint32_t d = 0; d < head_dim; d++) out[d] = acc[d] * inverse;
+        for (uint32_t d = 0; d < head_dim; d++)
+            out[d] = acc[d] * inverse;
     }
 }
 
-bd_status bd_cpu_attention(bd_backend *backend, const bd_step *step, uint32_t layer, bd_error *err) {
+bd_status bd_cpu_attention(bd_backend *backend, const bd_step *step, uint32_t layer,
+                           bd_error *err) {
     (void)err;
     bd_cpu *cpu = bd_cpu_of(backend);
     const bd_model_config *c = cpu->config;
@@ -179,7 +204,8 @@ bd_status bd_cpu_attention(bd_backend *backend, const bd_step *step, uint32_t la
     for (uint32_t s = 0; s < step->seq_count; s++) {
         const bd_seq *seq = &step->seqs[s];
         first[s] = count;
-        count += (seq->row_count + job.task_rows - 1) / job.task_rows * c->kv_heads * job.head_parts;
+        count +=
+            (seq->row_count + job.task_rows - 1) / job.task_rows * c->kv_heads * job.head_parts;
         work += 2ull * seq->row_count * (seq->kv_before_tokens + seq->row_count) * cpu->q_dim;
     }
     first[step->seq_count] = count;

@@ -1,6 +1,6 @@
 /* cpu_backend.c - the CPU's operator table: what it supports, what it needs, opening and closing.
- * Owner: the rank's executor thread. Everything is allocated in open, but for copies of weights whose memory does not
- * outlive the backend. */
+ * Owner: the rank's executor thread. Everything is allocated in open, but for copies of weights
+ * whose memory does not outlive the backend. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -28,8 +28,10 @@ static bd_status check_config(const bd_model_config *config, bd_error *err) {
     for (size_t i = 0; i < sizeof limits / sizeof limits[0]; i++) {
         const limit *l = &limits[i];
         if (l->value < l->min || l->value > l->max) {
-            return bd_fail(err, BD_E_UNSUPPORTED, l->field, "the cpu backend takes %llu to %llu, not %llu",
-                           (unsigned long long)l->min, (unsigned long long)l->max, (unsigned long long)l->value);
+            return bd_fail(err, BD_E_UNSUPPORTED, l->field,
+                           "the cpu backend takes %llu to %llu, not %llu",
+                           (unsigned long long)l->min, (unsigned long long)l->max,
+                           (unsigned long long)l->value);
         }
     }
     const limit multiples[] = {
@@ -42,8 +44,9 @@ static bd_status check_config(const bd_model_config *config, bd_error *err) {
     };
     for (size_t i = 0; i < sizeof multiples / sizeof multiples[0]; i++) {
         if (multiples[i].value % multiples[i].min != 0) {
-            return bd_fail(err, BD_E_UNSUPPORTED, multiples[i].field, "%llu is not a multiple of %llu",
-                           (unsigned long long)multiples[i].value, (unsigned long long)multiples[i].min);
+            return bd_fail(err, BD_E_UNSUPPORTED, multiples[i].field,
+                           "%llu is not a multiple of %llu", (unsigned long long)multiples[i].value,
+                           (unsigned long long)multiples[i].min);
         }
     }
     return BD_OK;
@@ -52,8 +55,8 @@ static bd_status check_config(const bd_model_config *config, bd_error *err) {
 bd_status bd_cpu_supports(const bd_backend_options *options, bd_error *err) {
     BD_ASSERT(options->config != NULL);
     if (options->rank != 0 || options->rank_count != 1) {
-        return bd_fail(err, BD_E_UNSUPPORTED, "tensor_parallel", "the cpu backend is one rank, not %u",
-                       options->rank_count);
+        return bd_fail(err, BD_E_UNSUPPORTED, "tensor_parallel",
+                       "the cpu backend is one rank, not %u", options->rank_count);
     }
     const limit limits[] = {
         {"rows_max", options->rows_max, 1, 1u << 20},
@@ -68,8 +71,10 @@ bd_status bd_cpu_supports(const bd_backend_options *options, bd_error *err) {
     for (size_t i = 0; i < sizeof limits / sizeof limits[0]; i++) {
         const limit *l = &limits[i];
         if (l->value < l->min || l->value > l->max) {
-            return bd_fail(err, BD_E_UNSUPPORTED, l->field, "the cpu backend takes %llu to %llu, not %llu",
-                           (unsigned long long)l->min, (unsigned long long)l->max, (unsigned long long)l->value);
+            return bd_fail(err, BD_E_UNSUPPORTED, l->field,
+                           "the cpu backend takes %llu to %llu, not %llu",
+                           (unsigned long long)l->min, (unsigned long long)l->max,
+                           (unsigned long long)l->value);
         }
     }
     if ((options->kv_block_tokens & (options->kv_block_tokens - 1)) != 0) {
@@ -97,20 +102,24 @@ static void add_product(uint64_t *total, uint64_t a, uint64_t b, uint64_t c, boo
 }
 
 static uint64_t small_floats(const bd_model_config *c) {
-    const uint64_t q_dim = (uint64_t)c->heads * c->head_dim, kv_dim = (uint64_t)c->kv_heads * c->head_dim;
+    const uint64_t q_dim = (uint64_t)c->heads * c->head_dim,
+                   kv_dim = (uint64_t)c->kv_heads * c->head_dim;
     const uint64_t norms = 4ull * c->hidden + 2ull * c->head_dim;
     const uint64_t biases = q_dim + 2 * kv_dim + 2ull * c->hidden + 2ull * c->ffn;
     return c->layers * (norms + biases) + c->hidden;
 }
 
-bool bd_cpu_sizes(const bd_backend_options *o, uint32_t workers, uint64_t sizes[BD_CPU_BUFFER_COUNT]) {
+bool bd_cpu_sizes(const bd_backend_options *o, uint32_t workers,
+                  uint64_t sizes[BD_CPU_BUFFER_COUNT]) {
     const bd_model_config *c = o->config;
-    const uint64_t q_dim = (uint64_t)c->heads * c->head_dim, kv_dim = (uint64_t)c->kv_heads * c->head_dim;
+    const uint64_t q_dim = (uint64_t)c->heads * c->head_dim,
+                   kv_dim = (uint64_t)c->kv_heads * c->head_dim;
     const uint64_t rows = o->rows_max, logits_rows = o->logits_rows_max;
     const uint64_t kv_row_bytes = (c->head_dim + 7u) / 8u * 8u * sizeof(float);
     const uint64_t kv_tokens = (uint64_t)o->kv_block_count * o->kv_block_tokens;
     const uint32_t widest = c->ffn > c->hidden ? c->ffn : c->hidden;
-    const uint64_t table_bytes = bd_cpu_table_floats(q_dim > widest ? (uint32_t)q_dim : widest) * sizeof(float);
+    const uint64_t table_bytes =
+        bd_cpu_table_floats(q_dim > widest ? (uint32_t)q_dim : widest) * sizeof(float);
     const uint64_t most_rows = rows > logits_rows ? rows : logits_rows;
     const struct {
         bd_cpu_buffer which;
@@ -125,7 +134,8 @@ bool bd_cpu_sizes(const bd_backend_options *o, uint32_t workers, uint64_t sizes[
         {BD_CPU_ACT, rows, c->ffn, 4},
         {BD_CPU_PROJ, rows, c->hidden, 4},
         {BD_CPU_ROTATION, rows, c->rope.rotary_dim, 4},
-        {BD_CPU_TABLES, most_rows < BD_CPU_TABLE_ROWS_MAX ? most_rows : BD_CPU_TABLE_ROWS_MAX, table_bytes, 1},
+        {BD_CPU_TABLES, most_rows < BD_CPU_TABLE_ROWS_MAX ? most_rows : BD_CPU_TABLE_ROWS_MAX,
+         table_bytes, 1},
         {BD_CPU_LORA, most_rows, 3ull * BD_CPU_LORA_RANK_MAX, 4},
         {BD_CPU_LOGITS, logits_rows, c->vocab, 4},
         {BD_CPU_HEAD_IN, logits_rows, c->hidden, 4},
@@ -153,7 +163,8 @@ bool bd_cpu_sizes(const bd_backend_options *o, uint32_t workers, uint64_t sizes[
     return fits;
 }
 
-/* What the machine can still give: the kernel's estimate, or the container's limit if that is less. 0: not known. */
+/* What the machine can still give: the kernel's estimate, or the container's limit if that is less.
+ * 0: not known. */
 static uint64_t available_bytes(void) {
     unsigned long long available = 0, limit_bytes = 0, used_bytes = 0;
     char line[128];
@@ -181,7 +192,8 @@ static uint64_t available_bytes(void) {
 
 /* Matrices count two bytes a weight, as in a bf16 checkpoint, whether mapped or copied. */
 static uint64_t matrix_bytes(const bd_model_config *c, bool *fits) {
-    const uint64_t q_dim = (uint64_t)c->heads * c->head_dim, kv_dim = (uint64_t)c->kv_heads * c->head_dim;
+    const uint64_t q_dim = (uint64_t)c->heads * c->head_dim,
+                   kv_dim = (uint64_t)c->kv_heads * c->head_dim;
     uint64_t bytes = 0;
     add_product(&bytes, c->vocab, c->hidden, c->tied ? 2 : 4, fits);
     add_product(&bytes, c->layers, c->hidden, 2 * (2 * q_dim + 2 * kv_dim + 3ull * c->ffn), fits);
@@ -199,11 +211,13 @@ bd_status bd_cpu_plan(const bd_backend_options *options, bd_memory_plan *plan, b
     plan->deltas = sizes[BD_CPU_DELTAS];
     add_product(&plan->kv, sizes[BD_CPU_KEYS], 2, 1, &fits);
     for (int i = 0; i < BD_CPU_DELTAS; i++) {
-        if (i == BD_CPU_SMALL || i == BD_CPU_LOGITS || i == BD_CPU_KEYS || i == BD_CPU_VALUES) continue;
+        if (i == BD_CPU_SMALL || i == BD_CPU_LOGITS || i == BD_CPU_KEYS || i == BD_CPU_VALUES)
+            continue;
         add_product(&plan->workspace, sizes[i], 1, 1, &fits);
     }
     const uint64_t parts[] = {plan->weights, plan->workspace, plan->kv, plan->logits, plan->deltas};
-    for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) add_product(&plan->total, parts[i], 1, 1, &fits);
+    for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++)
+        add_product(&plan->total, parts[i], 1, 1, &fits);
     plan->available = available_bytes();
     if (!fits) return bd_fail(err, BD_E_LIMIT, "memory", "the sizes asked for exceed 64 bits");
     return BD_OK;
@@ -213,9 +227,11 @@ static bd_status allocate(bd_cpu *cpu, const uint64_t sizes[BD_CPU_BUFFER_COUNT]
     for (int i = 0; i < BD_CPU_BUFFER_COUNT; i++) {
         if (sizes[i] == 0) continue;
         const size_t bytes = ((size_t)sizes[i] + 63u) / 64u * 64u;
-        cpu->buffers[i] = aligned_alloc(sizes[i] >= PAGE_BYTES && i == BD_CPU_DELTAS ? PAGE_BYTES : 64u, bytes);
+        cpu->buffers[i] =
+            aligned_alloc(sizes[i] >= PAGE_BYTES && i == BD_CPU_DELTAS ? PAGE_BYTES : 64u, bytes);
         if (cpu->buffers[i] == NULL) {
-            return bd_fail(err, BD_E_MEMORY, "workspace", "%llu bytes are not to be had", (unsigned long long)bytes);
+            return bd_fail(err, BD_E_MEMORY, "workspace", "%llu bytes are not to be had",
+                           (unsigned long long)bytes);
         }
     }
     const bd_model_config *c = cpu->config;
@@ -223,7 +239,8 @@ static bd_status allocate(bd_cpu *cpu, const uint64_t sizes[BD_CPU_BUFFER_COUNT]
     cpu->biases = calloc((size_t)c->layers * BD_LINEAR_COUNT, sizeof *cpu->biases);
     cpu->norms = calloc(((size_t)c->layers + 1) * BD_NORM_COUNT, sizeof *cpu->norms);
     cpu->rope_scales = calloc(cpu->options.rope_tables_max, sizeof *cpu->rope_scales);
-    if (cpu->linears == NULL || cpu->biases == NULL || cpu->norms == NULL || cpu->rope_scales == NULL) {
+    if (cpu->linears == NULL || cpu->biases == NULL || cpu->norms == NULL ||
+        cpu->rope_scales == NULL) {
         return bd_fail(err, BD_E_MEMORY, "workspace", "the weight tables could not be allocated");
     }
     return BD_OK;
@@ -242,7 +259,8 @@ static void bd_cpu_close(bd_backend *backend) {
     free((void *)cpu->biases);
     free((void *)cpu->norms);
     free(cpu->rope_scales);
-    for (int i = 0; i < BD_CPU_BUFFER_COUNT; i++) free(cpu->buffers[i]);
+    for (int i = 0; i < BD_CPU_BUFFER_COUNT; i++)
+        free(cpu->buffers[i]);
     free(cpu);
 }
 
@@ -262,7 +280,8 @@ static bd_status bd_cpu_open(const bd_backend_options *options, bd_backend **out
     cpu->head_stride = (c->head_dim + 7u) / 8u * 8u;
     cpu->sampled_step = UINT64_MAX;
     uint64_t sizes[BD_CPU_BUFFER_COUNT];
-    if ((status = bd_pool_create(&cpu->pool, options->thread_count, "bd-cpu", err)) != BD_OK) goto fail;
+    if ((status = bd_pool_create(&cpu->pool, options->thread_count, "bd-cpu", err)) != BD_OK)
+        goto fail;
     cpu->workers = bd_pool_width(cpu->pool);
     if (!bd_cpu_sizes(options, cpu->workers, sizes)) {
         status = bd_fail(err, BD_E_LIMIT, "memory", "the sizes asked for exceed 64 bits");
@@ -276,7 +295,9 @@ fail:
     return status;
 }
 
-static void *bd_cpu_delta_arena(bd_backend *backend) { return bd_cpu_of(backend)->buffers[BD_CPU_DELTAS]; }
+static void *bd_cpu_delta_arena(bd_backend *backend) {
+    return bd_cpu_of(backend)->buffers[BD_CPU_DELTAS];
+}
 
 void bd_cpu_for(bd_cpu *cpu, uint32_t count, uint64_t work, bd_pool_fn fn, void *ctx) {
     /* Waking the pool costs some 10 us; that many multiply-adds take about as long. */
@@ -285,7 +306,8 @@ void bd_cpu_for(bd_cpu *cpu, uint32_t count, uint64_t work, bd_pool_fn fn, void 
         bd_pool_parallel_for(cpu->pool, count, fn, ctx);
         return;
     }
-    for (uint32_t i = 0; i < count; i++) fn(ctx, i, 0);
+    for (uint32_t i = 0; i < count; i++)
+        fn(ctx, i, 0);
 }
 
 static const bd_backend_ops cpu_ops = {
@@ -314,4 +336,6 @@ static const bd_backend_ops cpu_ops = {
     .logits_get = bd_cpu_logits_get,
 };
 
-const bd_backend_ops *bd_backend_cpu_ops(void) { return &cpu_ops; }
+const bd_backend_ops *bd_backend_cpu_ops(void) {
+    return &cpu_ops;
+}

@@ -1,11 +1,13 @@
-/* cpu_linear.c - y = x (W + sum of planes + LoRA)^T + bias for a whole mixed batch, in blocks of output rows.
+/* cpu_linear.c - y = x (W + sum of planes + LoRA)^T + bias for a whole mixed batch, in blocks of
+ * output rows.
  *
- * A task is a block of rows of one weight matrix and does everything for it, for all rows of the batch:
- *   few base rows:   the weights are read once, as they are, for all rows together (dot kernels);
- *   many base rows:  the block is expanded to float32 in cache-sized tiles, each multiplied by all rows;
- *   short segments:  a base product as above, then their own bits on top (sign_dot, from tables of each row's sums);
- *   long segments:   tile + planes = the variant's own weights, again tile by tile.
- * No matrix is ever expanded as a whole. Owner: the executor thread; blocks are spread over the pool. */
+ * A task is a block of rows of one weight matrix and does everything for it, for all rows of the
+ * batch: few base rows:   the weights are read once, as they are, for all rows together (dot
+ * kernels); many base rows:  the block is expanded to float32 in cache-sized tiles, each multiplied
+ * by all rows; short segments:  a base product as above, then their own bits on top (sign_dot, from
+ * tables of each row's sums); long segments:   tile + planes = the variant's own weights, again
+ * tile by tile. No matrix is ever expanded as a whole. Owner: the executor thread; blocks are
+ * spread over the pool. */
 #include <assert.h>
 #include <math.h>
 #include <string.h>
@@ -16,9 +18,9 @@
 
 typedef struct target { /* one matrix of a group */
     const bd_cpu_matrix *w;
-    const float *bias;  /* the base's, or NULL */
-    uint32_t linear;    /* index in bd_overlay.linears; UINT32_MAX: the head */
-    float *y;           /* row-major; NULL: the worker's own block (the up projection) */
+    const float *bias; /* the base's, or NULL */
+    uint32_t linear;   /* index in bd_overlay.linears; UINT32_MAX: the head */
+    float *y;          /* row-major; NULL: the worker's own block (the up projection) */
     uint32_t y_stride;
     uint32_t first_task;
 } target;
@@ -106,44 +108,62 @@ static void base_direct(const block *b) {
         }
     }
     const bd_cpu_matrix *w = b->to->w;
-    job->cpu->kernels->dot[w->dtype](&(bd_cpu_dot){.x = x, .y = y, .rows = count, .n = b->n1 - b->n0, .k = job->k,
+    job->cpu->kernels->dot[w->dtype](&(bd_cpu_dot){.x = x,
+                                                   .y = y,
+                                                   .rows = count,
+                                                   .n = b->n1 - b->n0,
+                                                   .k = job->k,
                                                    .w = matrix_row(w, b->n0, 0),
                                                    .stride_bytes = w->stride_bytes});
 }
 
-/* Eight rows at a time, so that they stay in the first cache while the tile streams from the second. They are copied
- * side by side: rows of the batch are often a multiple of 4096 bytes apart and would evict each other. */
+/* Eight rows at a time, so that they stay in the first cache while the tile streams from the
+ * second. They are copied side by side: rows of the batch are often a multiple of 4096 bytes apart
+ * and would evict each other. */
 static void multiply(const bd_cpu *cpu, const multiply_job *m) {
-    static_assert(BD_CPU_LORA_RANK_MAX <= BD_CPU_TILE_K, "a LoRA pair's inner dimension is one tile deep");
+    static_assert(BD_CPU_LORA_RANK_MAX <= BD_CPU_TILE_K,
+                  "a LoRA pair's inner dimension is one tile deep");
     const float *x[BD_CPU_SHORT_ROWS];
     float *y[BD_CPU_SHORT_ROWS];
     _Alignas(64) float rows_copy[BD_CPU_SHORT_ROWS * (BD_CPU_TILE_K + 16u)];
     for (uint32_t first = 0; first < m->rows; first += BD_CPU_SHORT_ROWS) {
-        const uint32_t rows = m->rows - first < BD_CPU_SHORT_ROWS ? m->rows - first : BD_CPU_SHORT_ROWS;
+        const uint32_t rows =
+            m->rows - first < BD_CPU_SHORT_ROWS ? m->rows - first : BD_CPU_SHORT_ROWS;
         for (uint32_t r = 0; r < rows; r++) {
             float *copy = rows_copy + r * (BD_CPU_TILE_K + 16u);
             memcpy(copy, m->x + (size_t)(first + r) * m->x_stride, m->depth * sizeof *copy);
             x[r] = copy;
             y[r] = m->y + (size_t)(first + r) * m->y_stride;
         }
-        cpu->kernels->dot[BD_DTYPE_F32](&(bd_cpu_dot){.x = x, .y = y, .rows = rows, .n = m->n, .k = m->depth,
-                                                      .add = m->add, .w = (const uint8_t *)m->tile,
+        cpu->kernels->dot[BD_DTYPE_F32](&(bd_cpu_dot){.x = x,
+                                                      .y = y,
+                                                      .rows = rows,
+                                                      .n = m->n,
+                                                      .k = m->depth,
+                                                      .add = m->add,
+                                                      .w = (const uint8_t *)m->tile,
                                                       .stride_bytes = m->depth * sizeof(float)});
     }
 }
 
-static void tile_multiply(const block *b, const float *tile, uint32_t first_row, uint32_t rows, uint32_t k0,
-                          uint32_t depth) {
+static void tile_multiply(const block *b, const float *tile, uint32_t first_row, uint32_t rows,
+                          uint32_t k0, uint32_t depth) {
     const linear_job *job = b->job;
-    const multiply_job m = {.x = job->x + (size_t)first_row * job->k + k0, .x_stride = job->k, .rows = rows,
-                            .tile = tile, .n = b->n1 - b->n0, .depth = depth,
-                            .y = b->y + (size_t)first_row * b->y_stride, .y_stride = b->y_stride, .add = k0 > 0};
+    const multiply_job m = {.x = job->x + (size_t)first_row * job->k + k0,
+                            .x_stride = job->k,
+                            .rows = rows,
+                            .tile = tile,
+                            .n = b->n1 - b->n0,
+                            .depth = depth,
+                            .y = b->y + (size_t)first_row * b->y_stride,
+                            .y_stride = b->y_stride,
+                            .add = k0 > 0};
     multiply(job->cpu, &m);
 }
 
 /* out = tile + the overlay's planes, for the tile at depth k0; out == tile is fine. */
-static void tile_add_planes(const block *b, const bd_overlay *overlay, float *out, const float *tile, uint32_t k0,
-                            uint32_t depth) {
+static void tile_add_planes(const block *b, const bd_overlay *overlay, float *out,
+                            const float *tile, uint32_t k0, uint32_t depth) {
     const bd_cpu_kernels *kernels = b->job->cpu->kernels;
     part piece;
     for (uint32_t n = b->n0; n < b->n1; n = piece.end) {
@@ -156,18 +176,21 @@ static void tile_add_planes(const block *b, const bd_overlay *overlay, float *ou
             for (uint32_t p = 0; p < planes; p++) {
                 const bd_plane *plane = &piece.linear->planes[p];
                 const uint8_t *bits = bd_cpu_plane_at(plane->bits, b->job->k, i - piece.first, k0);
-                kernels->add_signs(row, p == 0 ? from : row, bits, depth, plane->scale[i - piece.first]);
+                kernels->add_signs(row, p == 0 ? from : row, bits, depth,
+                                   plane->scale[i - piece.first]);
             }
         }
     }
 }
 
 /* Neighbouring runs that need only the base go into one product. Returns the index after them. */
-static uint32_t multiply_shared(const block *b, const float *tile, uint32_t i, uint32_t k0, uint32_t depth) {
+static uint32_t multiply_shared(const block *b, const float *tile, uint32_t i, uint32_t k0,
+                                uint32_t depth) {
     const linear_job *job = b->job;
     const uint32_t first = job->runs[i].first;
     uint32_t rows = 0;
-    for (; i < job->run_count && !is_long(b, &job->runs[i]); i++) rows += job->runs[i].count;
+    for (; i < job->run_count && !is_long(b, &job->runs[i]); i++)
+        rows += job->runs[i].count;
     tile_multiply(b, tile, first, rows, k0, depth);
     return i;
 }
@@ -181,7 +204,8 @@ static void base_and_long_tiled(const block *b, bool shared) {
     for (uint32_t k0 = 0; k0 < job->k; k0 += BD_CPU_TILE_K) {
         const uint32_t depth = job->k - k0 < BD_CPU_TILE_K ? job->k - k0 : BD_CPU_TILE_K;
         for (uint32_t n = b->n0; n < b->n1; n++) {
-            job->cpu->kernels->to_f32(tile + (size_t)(n - b->n0) * depth, matrix_row(w, n, k0), w->dtype, depth);
+            job->cpu->kernels->to_f32(tile + (size_t)(n - b->n0) * depth, matrix_row(w, n, k0),
+                                      w->dtype, depth);
         }
         for (uint32_t i = 0; i < job->run_count;) {
             const bd_cpu_run *run = &job->runs[i];
@@ -210,8 +234,10 @@ static void add_short_signs(const block *b, const bd_cpu_run *run) {
         const uint32_t planes = piece.linear != NULL ? piece.linear->plane_count : 0;
         for (uint32_t p = 0; p < planes; p++) {
             const bd_plane *plane = &piece.linear->planes[p];
-            bd_cpu_signs signs = {.plane = plane->bits, .scale = plane->scale + (n - piece.first),
-                                  .first = n - piece.first, .count = piece.end - n,
+            bd_cpu_signs signs = {.plane = plane->bits,
+                                  .scale = plane->scale + (n - piece.first),
+                                  .first = n - piece.first,
+                                  .count = piece.end - n,
                                   .words = bd_cpu_plane_words(job->k)};
             for (uint32_t r = 0; r < run->count; r++) {
                 signs.table = sum_table(job, run->table_row + r);
@@ -236,15 +262,23 @@ static void add_lora(const block *b, const bd_cpu_run *run, const part *piece, u
     const float *t = lora_row(job, run->first, b->to);
     const uint32_t t_stride = TARGETS_MAX * BD_CPU_LORA_RANK_MAX;
     if (rank % 8u == 0) {
-        const multiply_job m = {.x = t, .x_stride = t_stride, .tile = weights, .y = y, .y_stride = b->y_stride,
-                                .rows = run->count, .n = count, .depth = rank, .add = true};
+        const multiply_job m = {.x = t,
+                                .x_stride = t_stride,
+                                .tile = weights,
+                                .y = y,
+                                .y_stride = b->y_stride,
+                                .rows = run->count,
+                                .n = count,
+                                .depth = rank,
+                                .add = true};
         multiply(job->cpu, &m);
         return;
     }
     for (uint32_t r = 0; r < run->count; r++, y += b->y_stride, t += t_stride) {
         for (uint32_t i = 0; i < count; i++) {
             float sum = 0.0f;
-            for (uint32_t j = 0; j < rank; j++) sum += weights[(size_t)i * rank + j] * t[j];
+            for (uint32_t j = 0; j < rank; j++)
+                sum += weights[(size_t)i * rank + j] * t[j];
             y[i] += sum;
         }
     }
@@ -257,11 +291,13 @@ static void finish_run(const block *b, const bd_cpu_run *run) {
         piece = part_at(b->to, run->overlay, n, b->n1);
         if (piece.linear != NULL && piece.linear->lora_rank > 0) add_lora(b, run, &piece, n);
         const float *bias = b->to->bias != NULL ? b->to->bias + n : NULL;
-        if (piece.linear != NULL && piece.linear->bias != NULL) bias = piece.linear->bias + (n - piece.first);
+        if (piece.linear != NULL && piece.linear->bias != NULL)
+            bias = piece.linear->bias + (n - piece.first);
         if (bias == NULL) continue;
         for (uint32_t r = run->first; r < run->first + run->count; r++) {
             float *y = b->y + (size_t)r * b->y_stride + (n - b->n0);
-            for (uint32_t i = 0; i < piece.end - n; i++) y[i] += bias[i];
+            for (uint32_t i = 0; i < piece.end - n; i++)
+                y[i] += bias[i];
         }
     }
 }
@@ -299,7 +335,8 @@ static void apply_gate(const bd_cpu *cpu, const block *gate, const block *up) {
                 g[i] = x / (1.0f + expf(-x)) * u[i];
             } else {
                 const float root_two_over_pi = 0.797884560802865356f;
-                g[i] = 0.5f * x * (1.0f + tanhf(root_two_over_pi * (x + 0.044715f * x * x * x))) * u[i];
+                g[i] = 0.5f * x * (1.0f + tanhf(root_two_over_pi * (x + 0.044715f * x * x * x))) *
+                       u[i];
             }
         }
     }
@@ -308,23 +345,30 @@ static void apply_gate(const bd_cpu *cpu, const block *gate, const block *up) {
 static void linear_task(void *ctx, uint32_t index, uint32_t worker) {
     const linear_job *job = ctx;
     uint32_t t = 0;
-    while (t + 1 < job->target_count && index >= job->targets[t + 1].first_task) t++;
+    while (t + 1 < job->target_count && index >= job->targets[t + 1].first_task)
+        t++;
     const target *to = &job->targets[t];
     const uint32_t n0 = (index - to->first_task) * job->block_n;
     const uint32_t n1 = to->w->n - n0 < job->block_n ? to->w->n : n0 + job->block_n;
     const block first = {job, to, n0, n1, to->y + n0, to->y_stride, worker};
     compute_block(&first);
     if (!job->gated) return;
-    const block second = {job, &job->targets[1], n0, n1,
-                          bd_cpu_row(job->cpu, BD_CPU_UP, worker, job->cpu->options.rows_max * BD_CPU_TILE_N),
-                          BD_CPU_TILE_N, worker};
+    const block second = {
+        job,
+        &job->targets[1],
+        n0,
+        n1,
+        bd_cpu_row(job->cpu, BD_CPU_UP, worker, job->cpu->options.rows_max * BD_CPU_TILE_N),
+        BD_CPU_TILE_N,
+        worker};
     compute_block(&second);
     apply_gate(job->cpu, &first, &second);
 }
 
 static void scale_rows(float *const *rows, uint32_t count, uint32_t columns, float scale) {
     for (uint32_t r = 0; r < count; r++) {
-        for (uint32_t j = 0; j < columns; j++) rows[r][j] *= scale;
+        for (uint32_t j = 0; j < columns; j++)
+            rows[r][j] *= scale;
     }
 }
 
@@ -333,7 +377,8 @@ static void lora_task(void *ctx, uint32_t index, uint32_t worker) {
     const linear_job *job = ctx;
     (void)worker;
     const uint32_t begin = index * BD_CPU_SHORT_ROWS;
-    const uint32_t end = job->rows - begin < BD_CPU_SHORT_ROWS ? job->rows : begin + BD_CPU_SHORT_ROWS;
+    const uint32_t end =
+        job->rows - begin < BD_CPU_SHORT_ROWS ? job->rows : begin + BD_CPU_SHORT_ROWS;
     for (uint32_t i = 0; i < job->run_count; i++) {
         const bd_cpu_run *run = &job->runs[i];
         const uint32_t from = run->first > begin ? run->first : begin;
@@ -349,16 +394,21 @@ static void lora_task(void *ctx, uint32_t index, uint32_t worker) {
                 x[r - from] = job->x + (size_t)r * job->k;
                 y[r - from] = lora_row(job, r, matrix);
             }
-            job->cpu->kernels->dot[BD_DTYPE_F32](&(bd_cpu_dot){
-                .x = x, .y = y, .rows = to - from, .n = linear->lora_rank, .k = job->k,
-                .w = (const uint8_t *)linear->lora_a, .stride_bytes = job->k * sizeof(float)});
+            job->cpu->kernels->dot[BD_DTYPE_F32](
+                &(bd_cpu_dot){.x = x,
+                              .y = y,
+                              .rows = to - from,
+                              .n = linear->lora_rank,
+                              .k = job->k,
+                              .w = (const uint8_t *)linear->lora_a,
+                              .stride_bytes = job->k * sizeof(float)});
             scale_rows(y, to - from, linear->lora_rank, linear->lora_scale);
         }
     }
 }
 
-/* Notes whether any run has a LoRA pair; its rank must fit the workspace, and all blocks of a head share one A
- * and one scale. */
+/* Notes whether any run has a LoRA pair; its rank must fit the workspace, and all blocks of a head
+ * share one A and one scale. */
 static bd_status check_lora(linear_job *job, bd_error *err) {
     for (uint32_t i = 0; i < job->run_count; i++) {
         for (uint32_t t = 0; t < job->target_count; t++) {
@@ -369,11 +419,13 @@ static bd_status check_lora(linear_job *job, bd_error *err) {
                 piece = part_at(to, job->runs[i].overlay, n, to->w->n);
                 if (piece.linear == NULL || piece.linear->lora_rank == 0) continue;
                 if (piece.linear->lora_rank > BD_CPU_LORA_RANK_MAX) {
-                    return bd_fail(err, BD_E_UNSUPPORTED, "lora_rank", "%u is above the cpu backend's %u",
-                                   piece.linear->lora_rank, BD_CPU_LORA_RANK_MAX);
+                    return bd_fail(err, BD_E_UNSUPPORTED, "lora_rank",
+                                   "%u is above the cpu backend's %u", piece.linear->lora_rank,
+                                   BD_CPU_LORA_RANK_MAX);
                 }
                 BD_ASSERT(first != NULL); /* a block behind the first one exists only with it */
-                BD_ASSERT(piece.linear->lora_a == first->lora_a && piece.linear->lora_rank == first->lora_rank);
+                BD_ASSERT(piece.linear->lora_a == first->lora_a &&
+                          piece.linear->lora_rank == first->lora_rank);
                 BD_ASSERT(piece.linear->lora_scale == first->lora_scale);
                 job->lora = true;
             }
@@ -387,7 +439,9 @@ static void table_task(void *ctx, uint32_t index, uint32_t worker) {
     (void)worker;
     for (uint32_t i = 0; i < job->run_count; i++) {
         const bd_cpu_run *run = &job->runs[i];
-        if (run->table_row == BD_CPU_NO_TABLE || index < run->table_row || index - run->table_row >= run->count) continue;
+        if (run->table_row == BD_CPU_NO_TABLE || index < run->table_row ||
+            index - run->table_row >= run->count)
+            continue;
         const float *x = job->x + (size_t)(run->first + (index - run->table_row)) * job->k;
         job->cpu->kernels->sum_table(sum_table(job, index), x, job->k);
         return;
@@ -400,7 +454,8 @@ static void make_tables(linear_job *job) {
         bd_cpu_run *run = &job->runs[i];
         bool planes = false;
         run->table_row = BD_CPU_NO_TABLE;
-        if (run->count >= BD_CPU_SHORT_ROWS || run->count > BD_CPU_TABLE_ROWS_MAX - job->table_rows) continue;
+        if (run->count >= BD_CPU_SHORT_ROWS || run->count > BD_CPU_TABLE_ROWS_MAX - job->table_rows)
+            continue;
         for (uint32_t t = 0; t < job->target_count; t++) {
             planes = planes || has_planes(&job->targets[t], run->overlay, 0, job->targets[t].w->n);
         }
@@ -441,19 +496,28 @@ static bd_status run_job(linear_job *job, bd_error *err) {
     return BD_OK;
 }
 
-static void add_target(linear_job *job, uint32_t layer, bd_linear which, float *y, uint32_t y_stride) {
+static void add_target(linear_job *job, uint32_t layer, bd_linear which, float *y,
+                       uint32_t y_stride) {
     const bd_cpu *cpu = job->cpu;
     const uint32_t index = layer * BD_LINEAR_COUNT + (uint32_t)which;
-    job->targets[job->target_count++] =
-        (target){.w = &cpu->linears[index], .bias = cpu->biases[index], .linear = index, .y = y, .y_stride = y_stride};
+    job->targets[job->target_count++] = (target){.w = &cpu->linears[index],
+                                                 .bias = cpu->biases[index],
+                                                 .linear = index,
+                                                 .y = y,
+                                                 .y_stride = y_stride};
 }
 
-bd_status bd_cpu_linear(bd_backend *backend, const bd_step *step, uint32_t layer, bd_group group, bd_error *err) {
+bd_status bd_cpu_linear(bd_backend *backend, const bd_step *step, uint32_t layer, bd_group group,
+                        bd_error *err) {
     bd_cpu *cpu = bd_cpu_of(backend);
     const bd_model_config *c = cpu->config;
     BD_ASSERT(layer < c->layers);
-    linear_job job = {.cpu = cpu, .rows = step->row_count, .runs = cpu->buffers[BD_CPU_RUNS],
-                      .run_count = cpu->run_count, .x = bd_cpu_f32(cpu, BD_CPU_NORMED), .k = c->hidden};
+    linear_job job = {.cpu = cpu,
+                      .rows = step->row_count,
+                      .runs = cpu->buffers[BD_CPU_RUNS],
+                      .run_count = cpu->run_count,
+                      .x = bd_cpu_f32(cpu, BD_CPU_NORMED),
+                      .k = c->hidden};
     switch (group) {
     case BD_GROUP_QKV:
         add_target(&job, layer, BD_LINEAR_Q, bd_cpu_f32(cpu, BD_CPU_Q), cpu->q_dim);
@@ -493,7 +557,8 @@ static void cap_row(void *ctx, uint32_t index, uint32_t worker) {
     for (uint32_t i = 0; c->logit_softcap > 0.0f && i < vocab; i++) {
         logits[i] = c->logit_softcap * tanhf(logits[i] / c->logit_softcap);
     }
-    for (uint32_t i = vocab; i < c->vocab; i++) logits[i] = -INFINITY;
+    for (uint32_t i = vocab; i < c->vocab; i++)
+        logits[i] = -INFINITY;
 }
 
 bd_status bd_cpu_head(bd_backend *backend, const bd_step *step, bd_error *err) {
@@ -502,15 +567,23 @@ bd_status bd_cpu_head(bd_backend *backend, const bd_step *step, bd_error *err) {
     if (step->logits_row_count == 0) return BD_OK;
     for (uint32_t i = 0; i < step->logits_row_count; i++) {
         memcpy(bd_cpu_row(cpu, BD_CPU_HEAD_IN, i, c->hidden),
-               bd_cpu_row(cpu, BD_CPU_NORMED, step->logits_rows[i].row, c->hidden), c->hidden * sizeof(float));
+               bd_cpu_row(cpu, BD_CPU_NORMED, step->logits_rows[i].row, c->hidden),
+               c->hidden * sizeof(float));
     }
-    linear_job job = {.cpu = cpu, .rows = step->logits_row_count, .runs = cpu->buffers[BD_CPU_HEAD_RUNS],
-                      .run_count = cpu->head_run_count, .x = bd_cpu_f32(cpu, BD_CPU_HEAD_IN), .k = c->hidden};
-    job.targets[job.target_count++] = (target){.w = c->tied ? &cpu->embed : &cpu->head, .linear = UINT32_MAX,
-                                               .y = bd_cpu_f32(cpu, BD_CPU_LOGITS), .y_stride = c->vocab};
+    linear_job job = {.cpu = cpu,
+                      .rows = step->logits_row_count,
+                      .runs = cpu->buffers[BD_CPU_HEAD_RUNS],
+                      .run_count = cpu->head_run_count,
+                      .x = bd_cpu_f32(cpu, BD_CPU_HEAD_IN),
+                      .k = c->hidden};
+    job.targets[job.target_count++] = (target){.w = c->tied ? &cpu->embed : &cpu->head,
+                                               .linear = UINT32_MAX,
+                                               .y = bd_cpu_f32(cpu, BD_CPU_LOGITS),
+                                               .y_stride = c->vocab};
     const bd_status status = run_job(&job, err);
     if (status != BD_OK) return status;
     const uint64_t cost = c->logit_softcap > 0.0f ? 16 : 1;
-    bd_cpu_for(cpu, step->logits_row_count, cost * step->logits_row_count * c->vocab, cap_row, &job);
+    bd_cpu_for(cpu, step->logits_row_count, cost * step->logits_row_count * c->vocab, cap_row,
+               &job);
     return BD_OK;
 }

@@ -1,5 +1,5 @@
-/* cpu_rows.c - operators that work row by row: embedding, norms, rotary embedding with the KV write.
- * Owner: the executor thread; rows are spread over the pool. */
+/* cpu_rows.c - operators that work row by row: embedding, norms, rotary embedding with the KV
+ * write. Owner: the executor thread; rows are spread over the pool. */
 #include <math.h>
 #include <string.h>
 
@@ -18,7 +18,8 @@ static void add_lora_row(float *out, const bd_overlay_linear *linear, uint32_t n
     for (uint32_t j = 0; j < linear->lora_rank; j++) {
         const float weight = linear->lora_scale * linear->lora_b[(size_t)n * linear->lora_rank + j];
         const float *a = linear->lora_a + (size_t)j * k;
-        for (uint32_t i = 0; i < k; i++) out[i] += weight * a[i];
+        for (uint32_t i = 0; i < k; i++)
+            out[i] += weight * a[i];
     }
 }
 
@@ -28,7 +29,8 @@ static void embed_row(void *ctx, uint32_t row, uint32_t worker) {
     (void)worker;
     const uint32_t hidden = cpu->config->hidden, token = (uint32_t)job->step->tokens[row];
     float *out = bd_cpu_row(cpu, BD_CPU_RESIDUAL, row, hidden);
-    cpu->kernels->to_f32(out, cpu->embed.data + token * cpu->embed.stride_bytes, cpu->embed.dtype, hidden);
+    cpu->kernels->to_f32(out, cpu->embed.data + token * cpu->embed.stride_bytes, cpu->embed.dtype,
+                         hidden);
     const bd_overlay *overlay = bd_cpu_row_overlays(cpu)[row];
     if (overlay != NULL && overlay->embed != NULL && overlay->block_count > 0) {
         BD_ASSERT(overlay->block_rows > 0 && token / overlay->block_rows < overlay->block_count);
@@ -41,7 +43,8 @@ static void embed_row(void *ctx, uint32_t row, uint32_t worker) {
         add_lora_row(out, block, n, hidden);
     }
     const float scale = cpu->config->embed_scale;
-    for (uint32_t i = 0; i < hidden; i++) out[i] *= scale;
+    for (uint32_t i = 0; i < hidden; i++)
+        out[i] *= scale;
 }
 
 bd_status bd_cpu_embed(bd_backend *backend, const bd_step *step, bd_error *err) {
@@ -49,28 +52,36 @@ bd_status bd_cpu_embed(bd_backend *backend, const bd_step *step, bd_error *err) 
     bd_cpu *cpu = bd_cpu_of(backend);
     BD_ASSERT(cpu->embed.data != NULL);
     row_job job = {.cpu = cpu, .step = step};
-    bd_cpu_for(cpu, step->row_count, (uint64_t)step->row_count * cpu->config->hidden, embed_row, &job);
+    bd_cpu_for(cpu, step->row_count, (uint64_t)step->row_count * cpu->config->hidden, embed_row,
+               &job);
     return BD_OK;
 }
 
-const float *bd_cpu_norm_weights(const bd_cpu *cpu, const bd_overlay *overlay, uint32_t layer, bd_norm kind) {
+const float *bd_cpu_norm_weights(const bd_cpu *cpu, const bd_overlay *overlay, uint32_t layer,
+                                 bd_norm kind) {
     const size_t index = (size_t)layer * BD_NORM_COUNT + (size_t)kind;
-    if (overlay != NULL && overlay->norms != NULL && overlay->norms[index] != NULL) return overlay->norms[index];
+    if (overlay != NULL && overlay->norms != NULL && overlay->norms[index] != NULL)
+        return overlay->norms[index];
     BD_ASSERT(cpu->norms[index] != NULL);
     return cpu->norms[index];
 }
 
-void bd_cpu_rms_norm(const bd_cpu *cpu, float *out, const float *x, const float *gamma, uint32_t count) {
+void bd_cpu_rms_norm(const bd_cpu *cpu, float *out, const float *x, const float *gamma,
+                     uint32_t count) {
     float lanes[8] = {0};
     uint32_t i = 0;
     for (; i + 8 <= count; i += 8) {
-        for (uint32_t l = 0; l < 8; l++) lanes[l] += x[i + l] * x[i + l];
+        for (uint32_t l = 0; l < 8; l++)
+            lanes[l] += x[i + l] * x[i + l];
     }
-    for (; i < count; i++) lanes[i % 8] += x[i] * x[i];
-    const float sum = ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
+    for (; i < count; i++)
+        lanes[i % 8] += x[i] * x[i];
+    const float sum = ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) +
+                      ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
     const float inverse = 1.0f / sqrtf(sum / (float)count + cpu->config->norm_eps);
     const float offset = cpu->config->norm_plus_one ? 1.0f : 0.0f;
-    for (i = 0; i < count; i++) out[i] = x[i] * inverse * (offset + gamma[i]);
+    for (i = 0; i < count; i++)
+        out[i] = x[i] * inverse * (offset + gamma[i]);
 }
 
 static void norm_row(void *ctx, uint32_t row, uint32_t worker) {
@@ -84,15 +95,19 @@ static void norm_row(void *ctx, uint32_t row, uint32_t worker) {
     if (job->add) {
         float *proj = bd_cpu_row(cpu, BD_CPU_PROJ, row, hidden);
         if (job->post != BD_NORM_COUNT) {
-            bd_cpu_rms_norm(cpu, proj, proj, bd_cpu_norm_weights(cpu, overlay, job->post_layer, job->post), hidden);
+            bd_cpu_rms_norm(cpu, proj, proj,
+                            bd_cpu_norm_weights(cpu, overlay, job->post_layer, job->post), hidden);
         }
-        for (uint32_t i = 0; i < hidden; i++) residual[i] += proj[i];
+        for (uint32_t i = 0; i < hidden; i++)
+            residual[i] += proj[i];
     }
-    bd_cpu_rms_norm(cpu, out, residual, bd_cpu_norm_weights(cpu, overlay, job->layer, job->kind), hidden);
+    bd_cpu_rms_norm(cpu, out, residual, bd_cpu_norm_weights(cpu, overlay, job->layer, job->kind),
+                    hidden);
 }
 
-bd_status bd_cpu_norm_residual(bd_backend *backend, const bd_step *step, uint32_t layer, bd_norm kind, bool add,
-                               uint32_t post_layer, bd_norm post, bd_error *err) {
+bd_status bd_cpu_norm_residual(bd_backend *backend, const bd_step *step, uint32_t layer,
+                               bd_norm kind, bool add, uint32_t post_layer, bd_norm post,
+                               bd_error *err) {
     (void)err;
     bd_cpu *cpu = bd_cpu_of(backend);
     const uint32_t layers = cpu->config->layers;
@@ -117,7 +132,8 @@ static void rope_heads(const row_job *job, uint32_t row, float *x, uint32_t head
     const uint32_t head_dim = cpu->config->head_dim, half = cpu->config->rope.rotary_dim / 2;
     const float *rotation = bd_cpu_row(cpu, BD_CPU_ROTATION, row, 2 * half);
     const float *gamma = NULL;
-    if (cpu->config->qk_norm) gamma = bd_cpu_norm_weights(cpu, bd_cpu_row_overlays(cpu)[row], job->layer, norm);
+    if (cpu->config->qk_norm)
+        gamma = bd_cpu_norm_weights(cpu, bd_cpu_row_overlays(cpu)[row], job->layer, norm);
     for (uint32_t h = 0; h < heads; h++, x += head_dim) {
         if (gamma != NULL) bd_cpu_rms_norm(cpu, x, x, gamma, head_dim);
         rotate(x, rotation, half);
@@ -135,12 +151,16 @@ static void rope_row(void *ctx, uint32_t row, uint32_t worker) {
     rope_heads(job, row, bd_cpu_row(cpu, BD_CPU_Q, row, cpu->q_dim), c->heads, BD_NORM_Q);
     rope_heads(job, row, k, c->kv_heads, BD_NORM_K);
 
-    const uint32_t token = seq->kv_before_tokens + (row - seq->first_row), tokens = cpu->options.kv_block_tokens;
-    const uint64_t block = (uint64_t)job->layer * cpu->options.kv_block_count + seq->kv_blocks[token / tokens];
+    const uint32_t token = seq->kv_before_tokens + (row - seq->first_row),
+                   tokens = cpu->options.kv_block_tokens;
+    const uint64_t block =
+        (uint64_t)job->layer * cpu->options.kv_block_count + seq->kv_blocks[token / tokens];
     const uint32_t pad = cpu->head_stride - c->head_dim;
     for (uint32_t h = 0; h < c->kv_heads; h++) {
-        const size_t at = (size_t)((block * c->kv_heads + h) * tokens + token % tokens) * cpu->head_stride;
-        float *key = bd_cpu_f32(cpu, BD_CPU_KEYS) + at, *value = bd_cpu_f32(cpu, BD_CPU_VALUES) + at;
+        const size_t at =
+            (size_t)((block * c->kv_heads + h) * tokens + token % tokens) * cpu->head_stride;
+        float *key = bd_cpu_f32(cpu, BD_CPU_KEYS) + at,
+              *value = bd_cpu_f32(cpu, BD_CPU_VALUES) + at;
         memcpy(key, k + (size_t)h * c->head_dim, c->head_dim * sizeof *key);
         memcpy(value, v + (size_t)h * c->head_dim, c->head_dim * sizeof *value);
         memset(key + c->head_dim, 0, pad * sizeof *key);
@@ -148,7 +168,8 @@ static void rope_row(void *ctx, uint32_t row, uint32_t worker) {
     }
 }
 
-bd_status bd_cpu_rope_kv_write(bd_backend *backend, const bd_step *step, uint32_t layer, bd_error *err) {
+bd_status bd_cpu_rope_kv_write(bd_backend *backend, const bd_step *step, uint32_t layer,
+                               bd_error *err) {
     (void)err;
     bd_cpu *cpu = bd_cpu_of(backend);
     BD_ASSERT(layer < cpu->config->layers);

@@ -1,8 +1,9 @@
 /* cpu_sample.c - from logits to tokens: report the target or draw the next one.
- * Order: edits, temperature, top-k, top-p (of what top-k left), min-p (against the most likely token), one draw. Tokens
- * are totally ordered by (logit descending, id ascending), so every set is exact. Cuts are found by refining a histogram
- * over the bits of the logits: three passes and no sort. Reported log-probabilities are of the raw logits.
- * Owner: the executor thread; rows are spread over the pool. */
+ * Order: edits, temperature, top-k, top-p (of what top-k left), min-p (against the most likely
+ * token), one draw. Tokens are totally ordered by (logit descending, id ascending), so every set is
+ * exact. Cuts are found by refining a histogram over the bits of the logits: three passes and no
+ * sort. Reported log-probabilities are of the raw logits. Owner: the executor thread; rows are
+ * spread over the pool. */
 #include <math.h>
 #include <string.h>
 
@@ -10,7 +11,7 @@
 #include "cpu.h"
 
 #define GREEDY_BELOW 1e-5f
-#define BUCKETS 2048u
+#define BUCKETS      2048u
 
 typedef struct sample_job {
     bd_cpu *cpu;
@@ -58,7 +59,8 @@ static scan scan_raw(const float *logits, uint32_t count) {
 
 static double log_sum(const float *logits, uint32_t count, float max) {
     double sum = 0.0;
-    for (uint32_t i = 0; i < count; i++) sum += exp((double)logits[i] - (double)max);
+    for (uint32_t i = 0; i < count; i++)
+        sum += exp((double)logits[i] - (double)max);
     return log(sum) + (double)max;
 }
 
@@ -66,12 +68,14 @@ static bool before(const float *logits, uint32_t a, uint32_t b) {
     return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
 }
 
-static void report_top(const float *logits, uint32_t count, double norm, uint8_t top, bd_token_result *result) {
+static void report_top(const float *logits, uint32_t count, double norm, uint8_t top,
+                       bd_token_result *result) {
     uint32_t ids[BD_TOP_MAX], used = 0;
     for (uint32_t i = 0; i < count && top > 0; i++) {
         if (used == top && !before(logits, i, ids[used - 1])) continue;
         uint32_t at = used < top ? used++ : used - 1;
-        for (; at > 0 && before(logits, i, ids[at - 1]); at--) ids[at] = ids[at - 1];
+        for (; at > 0 && before(logits, i, ids[at - 1]); at--)
+            ids[at] = ids[at - 1];
         ids[at] = i;
     }
     result->top_count = (uint8_t)used;
@@ -98,7 +102,8 @@ static void apply_edits(float *logits, const bd_seq *seq) {
         const bd_logit_edit *edit = &seq->edits[e];
         float *l = &logits[edit->token];
         if (isinf(*l)) continue; /* beyond the variant's vocabulary: no edit brings it back */
-        if (edit->repetition != 1.0f) *l = *l > 0.0f ? *l / edit->repetition : *l * edit->repetition;
+        if (edit->repetition != 1.0f)
+            *l = *l > 0.0f ? *l / edit->repetition : *l * edit->repetition;
         *l += edit->add;
     }
 }
@@ -109,7 +114,8 @@ typedef struct histogram {
     uint32_t count[BUCKETS];
 } histogram;
 
-/* Which bits of the key a pass looks at: `bits` of them above `shift`, among keys that start with `prefix`. */
+/* Which bits of the key a pass looks at: `bits` of them above `shift`, among keys that start with
+ * `prefix`. */
 typedef struct digit {
     uint32_t prefix, shift, bits;
 } digit;
@@ -127,8 +133,8 @@ static void fill(histogram *h, const candidates *c, cut bound, digit at) {
     }
 }
 
-/* The smallest top set within `bound` of `want` tokens, or (by_mass) of at least `want` weight; all of `bound` where
- * rounding keeps its sum short of want. */
+/* The smallest top set within `bound` of `want` tokens, or (by_mass) of at least `want` weight; all
+ * of `bound` where rounding keeps its sum short of want. */
 static cut tighten(const candidates *c, cut bound, double want, bool by_mass) {
     digit digits[3] = {{0, 21, 11}, {0, 10, 11}, {0, 0, 10}};
     histogram h;
@@ -171,7 +177,8 @@ static double kept_mass(const candidates *c, cut bound, double least_weight) {
 
 static uint32_t draw(const candidates *c, const bd_sampling *sampling, double uniform) {
     cut bound = {0, 0}; /* everything: no float has key 0 but a NaN */
-    if (sampling->top_k > 0 && sampling->top_k < c->count) bound = tighten(c, bound, sampling->top_k, false);
+    if (sampling->top_k > 0 && sampling->top_k < c->count)
+        bound = tighten(c, bound, sampling->top_k, false);
     if (sampling->top_p < 1.0f) {
         const double want = (double)sampling->top_p * kept_mass(c, bound, 0.0);
         bound = tighten(c, bound, want, true);
@@ -189,16 +196,18 @@ static uint32_t draw(const candidates *c, const bd_sampling *sampling, double un
     return last;
 }
 
-static uint32_t choose(const bd_cpu *cpu, const float *raw, const bd_seq *seq, uint32_t position, uint32_t worker,
-                       uint32_t raw_best) {
+static uint32_t choose(const bd_cpu *cpu, const float *raw, const bd_seq *seq, uint32_t position,
+                       uint32_t worker, uint32_t raw_best) {
     const uint32_t count = cpu->config->vocab;
-    uint8_t *scratch = (uint8_t *)cpu->buffers[BD_CPU_SAMPLE] + (size_t)worker * count * (sizeof(double) + sizeof(float));
+    uint8_t *scratch = (uint8_t *)cpu->buffers[BD_CPU_SAMPLE] +
+                       (size_t)worker * count * (sizeof(double) + sizeof(float));
     double *weights = (double *)(void *)scratch;
     float *logits = (float *)(void *)(scratch + (size_t)count * sizeof(double));
     memcpy(logits, raw, count * sizeof *logits);
     apply_edits(logits, seq);
     const scan best = scan_raw(logits, count);
-    if (best.fault && best.max == -INFINITY) return raw_best; /* all banned: there must still be an answer */
+    if (best.fault && best.max == -INFINITY)
+        return raw_best; /* all banned: there must still be an answer */
     const bd_sampling *sampling = &seq->sampling;
     if (sampling->temperature < GREEDY_BELOW) return best.max_id;
     for (uint32_t i = 0; i < count; i++) {
@@ -224,7 +233,8 @@ static void sample_row(void *ctx, uint32_t index, uint32_t worker) {
     }
     uint32_t id = (uint32_t)row->target;
     if (row->target < 0) {
-        id = choose(cpu, logits, &job->step->seqs[row->seq], job->step->positions[row->row], worker, raw.max_id);
+        id = choose(cpu, logits, &job->step->seqs[row->seq], job->step->positions[row->row], worker,
+                    raw.max_id);
     }
     report(logits, vocab, raw.max, id, row->top_count, result);
 }
@@ -233,7 +243,8 @@ bd_status bd_cpu_sample(bd_backend *backend, const bd_step *step, bd_error *err)
     (void)err;
     bd_cpu *cpu = bd_cpu_of(backend);
     sample_job job = {cpu, step};
-    bd_cpu_for(cpu, step->logits_row_count, 32ull * step->logits_row_count * cpu->config->vocab, sample_row, &job);
+    bd_cpu_for(cpu, step->logits_row_count, 32ull * step->logits_row_count * cpu->config->vocab,
+               sample_row, &job);
     cpu->sampled_step = step->id;
     return BD_OK;
 }

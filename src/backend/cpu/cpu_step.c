@@ -26,14 +26,18 @@ static void check_seqs(const bd_cpu *cpu, const bd_step *step) {
     const uint32_t block_tokens = cpu->options.kv_block_tokens;
     for (uint32_t s = 0; s < step->seq_count; s++) {
         const bd_seq *seq = &step->seqs[s];
-        BD_ASSERT(seq->row_count <= step->row_count && seq->first_row <= step->row_count - seq->row_count);
+        BD_ASSERT(seq->row_count <= step->row_count &&
+                  seq->first_row <= step->row_count - seq->row_count);
         BD_ASSERT(seq->kv_before_tokens <= cpu->options.max_model_len - seq->row_count);
         const uint32_t tokens = seq->kv_before_tokens + seq->row_count;
         const uint32_t blocks = tokens / block_tokens + (tokens % block_tokens != 0 ? 1u : 0u);
-        for (uint32_t b = 0; b < blocks; b++) BD_ASSERT(seq->kv_blocks[b] < cpu->options.kv_block_count);
-        for (uint32_t r = 0; r < seq->row_count; r++) BD_ASSERT(step->seq_of_row[seq->first_row + r] == s);
+        for (uint32_t b = 0; b < blocks; b++)
+            BD_ASSERT(seq->kv_blocks[b] < cpu->options.kv_block_count);
+        for (uint32_t r = 0; r < seq->row_count; r++)
+            BD_ASSERT(step->seq_of_row[seq->first_row + r] == s);
         for (uint32_t e = 0; e < seq->edit_count; e++) {
-            BD_ASSERT(seq->edits[e].token >= 0 && (uint32_t)seq->edits[e].token < cpu->config->vocab);
+            BD_ASSERT(seq->edits[e].token >= 0 &&
+                      (uint32_t)seq->edits[e].token < cpu->config->vocab);
         }
     }
 }
@@ -53,7 +57,8 @@ static void fill_runs(bd_cpu *cpu, const bd_step *step) {
             BD_ASSERT(overlay->extra_rows == 0);
         }
         runs[count++] = (bd_cpu_run){overlay, row, segment->row_count, BD_CPU_NO_TABLE};
-        for (uint32_t r = 0; r < segment->row_count; r++) of_row[row + r] = overlay;
+        for (uint32_t r = 0; r < segment->row_count; r++)
+            of_row[row + r] = overlay;
         row += segment->row_count;
     }
     BD_ASSERT(row == step->row_count);
@@ -82,7 +87,8 @@ static void rotate_row(void *ctx, uint32_t row, uint32_t worker) {
     bd_cpu *cpu = job->cpu;
     (void)worker;
     const bd_overlay *overlay = bd_cpu_row_overlays(cpu)[row];
-    const uint32_t table = overlay == NULL ? 0 : overlay->rope_table, half = cpu->config->rope.rotary_dim / 2;
+    const uint32_t table = overlay == NULL ? 0 : overlay->rope_table,
+                   half = cpu->config->rope.rotary_dim / 2;
     const float *inv_freq = bd_cpu_row(cpu, BD_CPU_ROPE, table, half);
     const float scale = cpu->rope_scales[table];
     BD_ASSERT(scale > 0.0f);
@@ -101,8 +107,8 @@ bd_status bd_cpu_step_begin(bd_backend *backend, const bd_step *step, bd_error *
     check_seqs(cpu, step);
     fill_runs(cpu, step);
     rotation_job job = {cpu, step};
-    bd_cpu_for(cpu, step->row_count, (uint64_t)step->row_count * cpu->config->rope.rotary_dim * 32u, rotate_row,
-               &job);
+    bd_cpu_for(cpu, step->row_count, (uint64_t)step->row_count * cpu->config->rope.rotary_dim * 32u,
+               rotate_row, &job);
     cpu->sampled_step = UINT64_MAX;
     cpu->result_count = step->logits_row_count;
     return BD_OK;
@@ -127,6 +133,7 @@ bd_status bd_cpu_logits_get(bd_backend *backend, uint32_t index, float *out, bd_
     if (index >= cpu->result_count) {
         return bd_fail(err, BD_E_ARGUMENT, "logits", "row %u of %u", index, cpu->result_count);
     }
-    memcpy(out, bd_cpu_row(cpu, BD_CPU_LOGITS, index, cpu->config->vocab), cpu->config->vocab * sizeof *out);
+    memcpy(out, bd_cpu_row(cpu, BD_CPU_LOGITS, index, cpu->config->vocab),
+           cpu->config->vocab * sizeof *out);
     return BD_OK;
 }

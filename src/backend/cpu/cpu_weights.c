@@ -1,5 +1,6 @@
-/* cpu_weights.c - what is put before a step: base weights, rope tables, and the planes and vectors of deltas.
- * Owner: the executor thread before the first step; plane_put and vector_put: the loader's thread at any time. */
+/* cpu_weights.c - what is put before a step: base weights, rope tables, and the planes and vectors
+ * of deltas. Owner: the executor thread before the first step; plane_put and vector_put: the
+ * loader's thread at any time. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -8,11 +9,13 @@
 #include "cpu.h"
 
 static const char *const linear_names[BD_LINEAR_COUNT] = {"q", "k", "v", "o", "gate", "up", "down"};
-static const char *const norm_names[BD_NORM_COUNT] = {"input", "post_attention", "pre_ffn", "post_ffn", "q", "k"};
+static const char *const norm_names[BD_NORM_COUNT] = {
+    "input", "post_attention", "pre_ffn", "post_ffn", "q", "k"};
 
 static uint32_t linear_n(const bd_cpu *cpu, uint32_t which) {
     const bd_model_config *c = cpu->config;
-    const uint32_t n[BD_LINEAR_COUNT] = {cpu->q_dim, cpu->kv_dim, cpu->kv_dim, c->hidden, c->ffn, c->ffn, c->hidden};
+    const uint32_t n[BD_LINEAR_COUNT] = {cpu->q_dim, cpu->kv_dim, cpu->kv_dim, c->hidden,
+                                         c->ffn,     c->ffn,      c->hidden};
     return n[which];
 }
 
@@ -24,11 +27,21 @@ static uint32_t linear_k(const bd_cpu *cpu, uint32_t which) {
 
 static void describe(char *out, size_t bytes, bd_weight_id id) {
     switch (id.kind) {
-    case BD_WEIGHT_EMBED: snprintf(out, bytes, "embedding"); break;
-    case BD_WEIGHT_HEAD: snprintf(out, bytes, "head"); break;
-    case BD_WEIGHT_LINEAR: snprintf(out, bytes, "layer %u %s", id.layer, linear_names[id.which]); break;
-    case BD_WEIGHT_BIAS: snprintf(out, bytes, "layer %u %s bias", id.layer, linear_names[id.which]); break;
-    case BD_WEIGHT_NORM: snprintf(out, bytes, "layer %u %s norm", id.layer, norm_names[id.which]); break;
+    case BD_WEIGHT_EMBED:
+        snprintf(out, bytes, "embedding");
+        break;
+    case BD_WEIGHT_HEAD:
+        snprintf(out, bytes, "head");
+        break;
+    case BD_WEIGHT_LINEAR:
+        snprintf(out, bytes, "layer %u %s", id.layer, linear_names[id.which]);
+        break;
+    case BD_WEIGHT_BIAS:
+        snprintf(out, bytes, "layer %u %s bias", id.layer, linear_names[id.which]);
+        break;
+    case BD_WEIGHT_NORM:
+        snprintf(out, bytes, "layer %u %s norm", id.layer, norm_names[id.which]);
+        break;
     }
 }
 
@@ -45,7 +58,8 @@ static bool exact_in_bf16(const bd_weight_view *view) {
     return true;
 }
 
-static bd_status copy_matrix(bd_cpu_matrix *matrix, const bd_weight_view *view, const char *subject, bd_error *err) {
+static bd_status copy_matrix(bd_cpu_matrix *matrix, const bd_weight_view *view, const char *subject,
+                             bd_error *err) {
     const bool narrow = view->dtype == BD_DTYPE_F32 && exact_in_bf16(view);
     if (view->stable && !narrow) return BD_OK;
     const size_t size = narrow ? 2 : bd_dtype_bytes(view->dtype);
@@ -75,15 +89,18 @@ static bd_status copy_matrix(bd_cpu_matrix *matrix, const bd_weight_view *view, 
     return BD_OK;
 }
 
-static bd_status put_matrix(bd_cpu_matrix *matrix, uint32_t n, uint32_t k, const bd_weight_view *view,
-                            const char *subject, bd_error *err) {
+static bd_status put_matrix(bd_cpu_matrix *matrix, uint32_t n, uint32_t k,
+                            const bd_weight_view *view, const char *subject, bd_error *err) {
     if (matrix->data != NULL) return bd_fail(err, BD_E_ARGUMENT, subject, "put twice");
     if (view->rows != n || view->cols != k) {
         return bd_fail(err, BD_E_MISMATCH, subject, "shape is %llu x %llu, the config says %u x %u",
                        (unsigned long long)view->rows, (unsigned long long)view->cols, n, k);
     }
-    *matrix = (bd_cpu_matrix){
-        .data = view->data, .stride_bytes = view->row_stride_bytes, .n = n, .k = k, .dtype = view->dtype};
+    *matrix = (bd_cpu_matrix){.data = view->data,
+                              .stride_bytes = view->row_stride_bytes,
+                              .n = n,
+                              .k = k,
+                              .dtype = view->dtype};
     const bd_status status = copy_matrix(matrix, view, subject, err);
     if (status != BD_OK) *matrix = (bd_cpu_matrix){0};
     return status;
@@ -101,15 +118,16 @@ static float element(const bd_weight_view *view, uint64_t i) {
     return view->dtype == BD_DTYPE_BF16 ? bd_bf16_to_f32(bits) : bd_f16_to_f32(bits);
 }
 
-static bd_status put_vector(bd_cpu *cpu, const float **slot, uint32_t count, const bd_weight_view *view,
-                            const char *subject, bd_error *err) {
+static bd_status put_vector(bd_cpu *cpu, const float **slot, uint32_t count,
+                            const bd_weight_view *view, const char *subject, bd_error *err) {
     if (*slot != NULL) return bd_fail(err, BD_E_ARGUMENT, subject, "put twice");
     if (view->rows != 1 || view->cols != count) {
         return bd_fail(err, BD_E_MISMATCH, subject, "shape is %llu x %llu, the config says %u",
                        (unsigned long long)view->rows, (unsigned long long)view->cols, count);
     }
     float *values = bd_cpu_f32(cpu, BD_CPU_SMALL) + cpu->small_used_floats;
-    for (uint32_t i = 0; i < count; i++) values[i] = element(view, i);
+    for (uint32_t i = 0; i < count; i++)
+        values[i] = element(view, i);
     cpu->small_used_floats += count;
     *slot = values;
     return BD_OK;
@@ -119,43 +137,55 @@ static bool id_in_range(const bd_cpu *cpu, bd_weight_id id) {
     const uint32_t layers = cpu->config->layers;
     if (id.kind == BD_WEIGHT_EMBED || id.kind == BD_WEIGHT_HEAD) return true;
     if (id.kind != BD_WEIGHT_NORM) return id.layer < layers && id.which < BD_LINEAR_COUNT;
-    return (id.layer < layers && id.which < BD_NORM_COUNT) || (id.layer == layers && id.which == BD_NORM_INPUT);
+    return (id.layer < layers && id.which < BD_NORM_COUNT) ||
+           (id.layer == layers && id.which == BD_NORM_INPUT);
 }
 
-bd_status bd_cpu_weight_put(bd_backend *backend, bd_weight_id id, const bd_weight_view *view, bd_error *err) {
+bd_status bd_cpu_weight_put(bd_backend *backend, bd_weight_id id, const bd_weight_view *view,
+                            bd_error *err) {
     bd_cpu *cpu = bd_cpu_of(backend);
     const bd_model_config *c = cpu->config;
     BD_ASSERT(id_in_range(cpu, id));
     char subject[64];
     describe(subject, sizeof subject, id);
-    if (view->dtype != BD_DTYPE_F32 && view->dtype != BD_DTYPE_BF16 && view->dtype != BD_DTYPE_F16) {
-        return bd_fail(err, BD_E_UNSUPPORTED, subject, "weights must be float32, bfloat16 or float16");
+    if (view->dtype != BD_DTYPE_F32 && view->dtype != BD_DTYPE_BF16 &&
+        view->dtype != BD_DTYPE_F16) {
+        return bd_fail(err, BD_E_UNSUPPORTED, subject,
+                       "weights must be float32, bfloat16 or float16");
     }
-    BD_ASSERT(view->rows <= 1 || view->row_stride_bytes >= view->cols * bd_dtype_bytes(view->dtype));
+    BD_ASSERT(view->rows <= 1 ||
+              view->row_stride_bytes >= view->cols * bd_dtype_bytes(view->dtype));
     const uint32_t slot = id.layer * BD_LINEAR_COUNT + id.which;
     switch (id.kind) {
-    case BD_WEIGHT_EMBED: return put_matrix(&cpu->embed, c->vocab, c->hidden, view, subject, err);
+    case BD_WEIGHT_EMBED:
+        return put_matrix(&cpu->embed, c->vocab, c->hidden, view, subject, err);
     case BD_WEIGHT_HEAD:
-        if (c->tied) return bd_fail(err, BD_E_ARGUMENT, subject, "the embedding is the head of a tied model");
+        if (c->tied)
+            return bd_fail(err, BD_E_ARGUMENT, subject,
+                           "the embedding is the head of a tied model");
         return put_matrix(&cpu->head, c->vocab, c->hidden, view, subject, err);
     case BD_WEIGHT_LINEAR:
-        return put_matrix(&cpu->linears[slot], linear_n(cpu, id.which), linear_k(cpu, id.which), view, subject, err);
-    case BD_WEIGHT_BIAS: return put_vector(cpu, &cpu->biases[slot], linear_n(cpu, id.which), view, subject, err);
-    case BD_WEIGHT_NORM: break;
+        return put_matrix(&cpu->linears[slot], linear_n(cpu, id.which), linear_k(cpu, id.which),
+                          view, subject, err);
+    case BD_WEIGHT_BIAS:
+        return put_vector(cpu, &cpu->biases[slot], linear_n(cpu, id.which), view, subject, err);
+    case BD_WEIGHT_NORM:
+        break;
     }
     const bool per_head = id.which == BD_NORM_Q || id.which == BD_NORM_K;
-    return put_vector(cpu, &cpu->norms[id.layer * BD_NORM_COUNT + id.which], per_head ? c->head_dim : c->hidden,
-                      view, subject, err);
+    return put_vector(cpu, &cpu->norms[id.layer * BD_NORM_COUNT + id.which],
+                      per_head ? c->head_dim : c->hidden, view, subject, err);
 }
 
-bd_status bd_cpu_rope_table_put(bd_backend *backend, uint32_t table, const float *inv_freq, float scale,
-                                bd_error *err) {
+bd_status bd_cpu_rope_table_put(bd_backend *backend, uint32_t table, const float *inv_freq,
+                                float scale, bd_error *err) {
     bd_cpu *cpu = bd_cpu_of(backend);
     if (table >= cpu->options.rope_tables_max) {
         return bd_fail(err, BD_E_LIMIT, "rope table", "table %u, but only %u were planned", table,
                        cpu->options.rope_tables_max);
     }
-    if (!(scale > 0.0f)) return bd_fail(err, BD_E_ARGUMENT, "rope table", "the scale must be positive");
+    if (!(scale > 0.0f))
+        return bd_fail(err, BD_E_ARGUMENT, "rope table", "the scale must be positive");
     const uint32_t half = cpu->config->rope.rotary_dim / 2;
     memcpy(bd_cpu_row(cpu, BD_CPU_ROPE, table, half), inv_freq, half * sizeof *inv_freq);
     cpu->rope_scales[table] = scale;
@@ -163,7 +193,8 @@ bd_status bd_cpu_rope_table_put(bd_backend *backend, uint32_t table, const float
 }
 
 uint64_t bd_cpu_plane_bytes(uint32_t n, uint32_t k) {
-    return ((uint64_t)bd_cpu_plane_offset(bd_cpu_plane_words(k), (n + 7u) / 8u * 8u, 0) + 63u) / 64u * 64u;
+    return ((uint64_t)bd_cpu_plane_offset(bd_cpu_plane_words(k), (n + 7u) / 8u * 8u, 0) + 63u) /
+           64u * 64u;
 }
 
 static void put_row(uint8_t *to, const uint8_t *from, uint32_t bytes) {
@@ -175,12 +206,14 @@ static void put_row(uint8_t *to, const uint8_t *from, uint32_t bytes) {
     }
     if (bytes == 0) return;
     word = 0;
-    for (uint32_t b = 0; b < bytes; b++) word |= (uint32_t)(uint8_t)~from[b] << 8 * b;
+    for (uint32_t b = 0; b < bytes; b++)
+        word |= (uint32_t)(uint8_t)~from[b] << 8 * b;
     memcpy(to, &word, 4);
 }
 
-bd_status bd_cpu_plane_put(bd_backend *backend, void *dst, uint32_t n, uint32_t k, uint32_t first_row,
-                           uint32_t row_count, const void *src, uint64_t src_stride_bytes, bd_error *err) {
+bd_status bd_cpu_plane_put(bd_backend *backend, void *dst, uint32_t n, uint32_t k,
+                           uint32_t first_row, uint32_t row_count, const void *src,
+                           uint64_t src_stride_bytes, bd_error *err) {
     (void)backend;
     (void)err;
     BD_ASSERT(k % 8u == 0 && first_row <= n && row_count <= n - first_row);
@@ -192,8 +225,8 @@ bd_status bd_cpu_plane_put(bd_backend *backend, void *dst, uint32_t n, uint32_t 
     return BD_OK;
 }
 
-bd_status bd_cpu_vector_put(bd_backend *backend, void *dst, uint64_t first, const float *src, uint64_t count,
-                            bd_error *err) {
+bd_status bd_cpu_vector_put(bd_backend *backend, void *dst, uint64_t first, const float *src,
+                            uint64_t count, bd_error *err) {
     (void)backend;
     (void)err;
     if (count > 0) memcpy((float *)dst + first, src, (size_t)count * sizeof *src);
