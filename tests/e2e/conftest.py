@@ -109,7 +109,14 @@ class Server:
         return total
 
     def threads(self):
-        return len(list(Path(f"/proc/{self.process.pid}/task").iterdir()))
+        """The program's own threads: the kernel's io_uring workers (iou-*) come and go as files are read."""
+        names = []
+        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
+            try:
+                names.append((task / "comm").read_text())
+            except FileNotFoundError:
+                continue
+        return sum(not name.startswith("iou-") for name in names)
 
     def resident_bytes(self):
         text = Path(f"/proc/{self.process.pid}/status").read_text()
