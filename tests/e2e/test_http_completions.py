@@ -317,6 +317,11 @@ def test_sampling_fields(server):
     ids = server.complete("Once upon", max_tokens=12, return_token_ids=True)["choices"][0]["token_ids"]
     banned = server.complete("Once upon", max_tokens=12, return_token_ids=True, logit_bias={str(ids[0]): -100, str(ids[1]): -1000})["choices"][0]
     assert ids[0] not in banned["token_ids"] and ids[1] not in banned["token_ids"]
+    # Of a repeated key the last counts, as everywhere in the body.
+    for values, forced in (("-100,\"9\":100", True), ("100,\"9\":-100", False)):
+        body = '{"prompt":"x","max_tokens":3,"n":1,"return_token_ids":true,"ignore_eos":true,"logit_bias":{"9":%s}}' % values
+        ids = requests.post(server.url + "/v1/completions", data=body).json()["choices"][0]["token_ids"]
+        assert ids == [9] * 3 if forced else 9 not in ids
     message = error_of(server.post("/v1/completions", {"prompt": "x", "logit_bias": {str(VOCAB): 1}}), 400, "invalid_value", "logit_bias")
     assert str(VOCAB) in message
     apart = server.complete("a a a a", max_tokens=20, frequency_penalty=2, presence_penalty=2, ignore_eos=True, return_token_ids=True)
