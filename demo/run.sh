@@ -57,13 +57,13 @@ say "curl $url/v1/completions -d '{\"model\":\"zen-mini-coder\",\"prompt\":\"def
 complete '{"model":"zen-mini-coder","prompt":"def ","max_tokens":40,"seed":1}'; echo
 
 say "one prompt, four models (greedy)"
-for model in zen-mini zen-mini-coder zen-mini-french zen-mini-writer; do
-    printf -- '--- %s: The ' "$model"
-    complete "{\"model\":\"$model\",\"prompt\":\"The \",\"max_tokens\":24,\"temperature\":0}" | text
+for model in zen-mini zen-mini-french zen-mini-writer zen-mini-legal; do
+    printf -- '--- %s: When the' "$model"
+    complete "{\"model\":\"$model\",\"prompt\":\"When the\",\"max_tokens\":24,\"temperature\":0}" | text
 done
 
 say "streamed"
-curl -sSN "$url/v1/completions" -d '{"model":"zen-mini-sql","prompt":"SELECT ","max_tokens":5,"temperature":0,"stream":true}' -H 'Content-Type: application/json'
+curl -sSN "$url/v1/completions" -d '{"model":"zen-mini-sql","prompt":"SELECT","max_tokens":5,"temperature":0,"stream":true}' -H 'Content-Type: application/json'
 
 say "all 14 variants through 8 slots: the least deserving make room"
 for dir in demo/deltas/*/; do

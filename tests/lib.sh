@@ -4,7 +4,7 @@ jobs=$(nproc)
 say() { printf '\n== %s\n' "$*" >&2; }
 
 build_packages="build-essential cmake ninja-build pkg-config libmicrohttpd-dev libcjson-dev liburing-dev libpcre2-dev
- libutf8proc-dev libxxhash-dev nettle-dev libopenblas-serial-dev liblapacke-dev xz-utils curl python3 python3-venv"
+ libutf8proc-dev libxxhash-dev nettle-dev xz-utils curl python3 python3-venv"
 test_packages="clang clang-format libcmocka-dev ccache git libclang-rt-14-dev"
 
 # install_packages build [test]: apt-get for what is missing; needs root or sudo only then.
