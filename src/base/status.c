@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "utf8.h"
+
 typedef struct status_row {
     const char *name, *text;
     int http;
@@ -48,6 +50,18 @@ static void copy_cut(char *out, size_t out_bytes, const char *text) {
     out[len] = '\0';
 }
 
+/* Callers shorten what they quote with "%.64s", which may end inside a character, and a file's name
+ * may hold any bytes: every bad byte becomes '?'. */
+static void mend_utf8(char *text) {
+    size_t bytes = strlen(text);
+    for (size_t at = 0; at < bytes;) {
+        bool valid;
+        size_t step = bd_utf8_step((const uint8_t *)text + at, bytes - at, &valid);
+        if (!valid) memset(text + at, '?', step);
+        at += step;
+    }
+}
+
 /* The texts are built aside first: callers wrap an error by passing its own message as an argument.
  */
 static void fill(bd_error *err, bd_status status, const char *subject, const char *message) {
@@ -56,6 +70,8 @@ static void fill(bd_error *err, bd_status status, const char *subject, const cha
     err->status = status;
     memcpy(err->subject, subject_copy, sizeof err->subject);
     copy_cut(err->message, sizeof err->message, message);
+    mend_utf8(err->subject);
+    mend_utf8(err->message);
 }
 
 enum {

@@ -65,6 +65,17 @@ static void test_fail_cuts_at_character(void **state) {
     }
 }
 
+/* A caller's own cut and bytes that never were text: no bad byte gets into a message. */
+static void test_bad_bytes(void **state) {
+    (void)state;
+    bd_error err;
+    bd_status status =
+        bd_fail(&err, BD_E_IO, "a\xff/b", "\"%.3s\" \xc0\xaf %s", "a\xe2\x82\xac", "\xc3\xa9");
+    assert_int_equal(status, BD_E_IO);
+    assert_string_equal(err.subject, "a?/b");
+    assert_string_equal(err.message, "\"a??\" ?? \xc3\xa9");
+}
+
 /* What one call writes to stderr. */
 static size_t capture(char *out, size_t cap, void (*emit)(void *), void *arg) {
     int pipe_fds[2];
@@ -190,6 +201,7 @@ int main(void) {
         cmocka_unit_test(test_names),
         cmocka_unit_test(test_fail),
         cmocka_unit_test(test_fail_cuts_at_character),
+        cmocka_unit_test(test_bad_bytes),
         cmocka_unit_test(test_log),
         cmocka_unit_test(test_log_cut),
         cmocka_unit_test(test_clock),

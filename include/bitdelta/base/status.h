@@ -52,7 +52,7 @@ const char *bd_status_text(bd_status status);
 int bd_status_http(bd_status status);
 
 /* Fill *err (if not NULL) and return status, so that a function can `return bd_fail(...)`.
- * subject may be NULL; both texts are cut to fit at a UTF-8 boundary. */
+ * subject may be NULL; both texts are cut to fit and are valid UTF-8 ('?' for a bad byte). */
 bd_status bd_fail(bd_error *err, bd_status status, const char *subject, const char *format, ...)
     BD_PRINTF(4, 5);
 
