@@ -261,10 +261,10 @@ static void test_lists_and_objects(void **state) {
         {"{" P "\"stop\":\"\"}", "empty_string", "stop"},
         {"{" P "\"stop\":[]}", "accepted", NULL},
         {"{" P "\"stop\":[\"1\",\"2\",\"3\",\"4\",\"5\",\"6\",\"7\",\"8\",\"9\",\"a\",\"b\",\"c\","
-               "\"d\",\"e\",\"f\",\"g\"]}",
+         "\"d\",\"e\",\"f\",\"g\"]}",
          "accepted", NULL},
         {"{" P "\"stop\":[\"1\",\"2\",\"3\",\"4\",\"5\",\"6\",\"7\",\"8\",\"9\",\"a\",\"b\",\"c\","
-               "\"d\",\"e\",\"f\",\"g\",\"h\"]}",
+         "\"d\",\"e\",\"f\",\"g\",\"h\"]}",
          "array_above_max_length", "stop"},
         {"{" P "\"logit_bias\":[]}", "invalid_type", "logit_bias"},
         {"{" P "\"logit_bias\":{\"a\":1}}", "invalid_value", "logit_bias"},
