@@ -3,9 +3,8 @@
  * Modha, FAST '03) and the clairvoyant optimum (Belady: the variant that is asked for last goes).
  * Every policy must admit what is asked for, as a server must.
  *
- *   cc -O2 -D_GNU_SOURCE -Iinclude -Isrc bench/cache_policy.c src/cache/policy.c -lm -o
- * cache_policy
- *   ./cache_policy [--requests N] [--seed N] [--seeds N] > cache_policy.csv
+ *   cc -O2 -D_GNU_SOURCE -Iinclude -Isrc bench/cache_policy.c src/cache/policy.c -lm
+ *   ./a.out [--trace NAME] [--requests N] [--seed N] [--seeds N] > cache_policy.csv
  *   python3 bench/plot_cache_policy.py cache_policy.csv cache_policy.png
  *
  * CSV: trace,variants,slots,seed,requests,lru,lfu,arc,ours,optimum - hit rates in percent of the
@@ -458,6 +457,12 @@ static void run_trace(uint32_t kind, uint32_t variants, const uint32_t *slots, u
     free(t.next);
 }
 
+static const char *text_after(const char *name, int argc, char **argv) {
+    for (int i = 1; i + 1 < argc; i++)
+        if (strcmp(argv[i], name) == 0) return argv[i + 1];
+    return NULL;
+}
+
 static bool number_after(const char *name, int argc, char **argv, uint64_t *out) {
     for (int i = 1; i + 1 < argc; i++)
         if (strcmp(argv[i], name) == 0) {
@@ -473,15 +478,18 @@ int main(int argc, char **argv) {
     static const uint32_t some[] = {2, 4, 6, 8, 10, 14, 20, 28, 40, 56, 75, 90, 100, 0};
     static const uint32_t many[] = {2, 4, 8, 14, 28, 56, 112, 224, 448, 700, 1000, 0};
     uint64_t requests = 40000, seed = 1, seeds = 1;
+    const char *only = text_after("--trace", argc, argv);
     if (!number_after("--requests", argc, argv, &requests) ||
         !number_after("--seed", argc, argv, &seed) ||
         !number_after("--seeds", argc, argv, &seeds)) {
-        fprintf(stderr, "usage: cache_policy [--requests N] [--seed N] [--seeds N]\n");
+        fprintf(stderr,
+                "usage: cache_policy [--trace NAME] [--requests N] [--seed N] [--seeds N]\n");
         return 2;
     }
     printf("trace,variants,slots,seed,requests,lru,lfu,arc,ours,optimum\n");
     for (uint64_t s = seed; s < seed + seeds; s++)
         for (uint32_t kind = 0; kind < TRACE_COUNT; kind++) {
+            if (only && strcmp(only, trace_names[kind]) != 0) continue;
             run_trace(kind, 14, few, (uint32_t)requests, s);
             run_trace(kind, 100, some, (uint32_t)requests, s);
             run_trace(kind, 1000, many, (uint32_t)requests, s);

@@ -1,0 +1,392 @@
+/* loader.c - how fast the loader brings a large file into memory, against plain reading loops of
+ * the same shape that check and keep nothing. Rounds alternate between the readers, because disks
+ * shared with others vary by the minute.
+ *
+ *   cc -O2 -D_GNU_SOURCE -Iinclude -Isrc bench/loader.c build/libbd_loader.a build/libbd_base.a \
+ *       -luring -lxxhash -lpthread -lm -o bench_loader
+ *   ./bench_loader FILE [--mib 4096] [--rounds 5] [--depth 8] [--block-mib 4] [--threads 8]
+ *
+ * FILE is written with random bytes first unless it has the size already. Readers: raw-uring (one
+ * ring, registered buffers), raw-pread (threads), uring and pread (the loader: chunk sums checked,
+ * bytes copied to pages). All of them use O_DIRECT. CSV: reader,round,mib,seconds,gb_per_s,cpu_s;
+ * medians go to stderr. */
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <liburing.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <xxhash.h>
+
+#include "bitdelta/base/clock.h"
+#include "loader/loader_internal.h"
+
+#define PAGE_BYTES (2u << 20)
+
+typedef struct bench {
+    const char *path;
+    uint64_t mib, rounds, depth, block_mib, threads;
+    uint64_t bytes, block_bytes;
+    bd_delta delta;
+    bd_delta_file file;
+    uint64_t *sums;
+    uint8_t *memory; /* the pages: as many bytes as the file */
+    void **pages;
+    uint32_t page_count;
+} bench;
+
+static void die(const char *what) {
+    fprintf(stderr, "bench_loader: %s: %s\n", what, strerror(errno));
+    exit(1);
+}
+
+/* ---- the file ---- */
+
+static void fill_random(uint64_t *words, size_t count, uint64_t *state) {
+    for (size_t i = 0; i < count; i++) {
+        uint64_t z = (*state += 0x9e3779b97f4a7c15u);
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+        words[i] = z ^ (z >> 27);
+    }
+}
+
+static void write_file(const bench *b) {
+    uint64_t *chunk = malloc(BD_DELTA_CHUNK_BYTES);
+    int fd = open(b->path, O_CREAT | O_TRUNC | O_WRONLY | O_CLOEXEC, 0600);
+    if (!chunk || fd < 0) die(b->path);
+    uint64_t state = 1;
+    for (uint64_t at = 0; at < b->bytes; at += BD_DELTA_CHUNK_BYTES) {
+        fill_random(chunk, BD_DELTA_CHUNK_BYTES / 8, &state);
+        if (write(fd, chunk, BD_DELTA_CHUNK_BYTES) != BD_DELTA_CHUNK_BYTES) die(b->path);
+    }
+    if (fsync(fd) != 0) die(b->path);
+    close(fd);
+    free(chunk);
+}
+
+/* Sums of what is on disk; O_DIRECT, so that no reader finds the file in the page cache. */
+static void sum_file(bench *b) {
+    b->file.chunk_count = (uint32_t)(b->bytes / BD_DELTA_CHUNK_BYTES);
+    b->sums = calloc(b->file.chunk_count, sizeof *b->sums);
+    void *chunk = NULL;
+    int fd = open(b->path, O_RDONLY | O_CLOEXEC | O_DIRECT);
+    if (fd < 0 || !b->sums || posix_memalign(&chunk, 4096, BD_DELTA_CHUNK_BYTES) != 0) die(b->path);
+    for (uint32_t i = 0; i < b->file.chunk_count; i++) {
+        if (read(fd, chunk, BD_DELTA_CHUNK_BYTES) != BD_DELTA_CHUNK_BYTES) die(b->path);
+        b->sums[i] = XXH3_64bits(chunk, BD_DELTA_CHUNK_BYTES);
+    }
+    close(fd);
+    free(chunk);
+}
+
+static void make_delta(bench *b) {
+    struct stat st;
+    if (stat(b->path, &st) != 0 || (uint64_t)st.st_size != b->bytes) write_file(b);
+    sum_file(b);
+    const char *slash = strrchr(b->path, '/');
+    snprintf(b->delta.dir, sizeof b->delta.dir, "%.*s", slash ? (int)(slash - b->path) : 1,
+             slash ? b->path : ".");
+    snprintf(b->delta.variant, sizeof b->delta.variant, "bench");
+    b->file.name = slash ? slash + 1 : b->path;
+    b->file.bytes = b->bytes;
+    b->file.chunk_bytes = BD_DELTA_CHUNK_BYTES;
+    b->file.chunk_xxh3 = b->sums;
+    b->delta.files = &b->file;
+    b->delta.shard_count = 1;
+    b->page_count = (uint32_t)(b->bytes / PAGE_BYTES);
+    b->pages = calloc(b->page_count, sizeof(void *));
+    b->memory = mmap(NULL, b->bytes, PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+    if (!b->pages || b->memory == MAP_FAILED) die("memory for the pages");
+    for (uint32_t i = 0; i < b->page_count; i++)
+        b->pages[i] = b->memory + (size_t)i * PAGE_BYTES;
+}
+
+/* ---- the loader, over a plan that copies ---- */
+
+struct bd_overlay_feed {
+    void *const *pages;
+    uint64_t fed, bytes;
+};
+
+static bd_status plan_create(void *ctx, const bd_delta *delta, bd_overlay_plan *out,
+                             bd_error *err) {
+    bd_overlay_piece *piece = calloc(1, sizeof *piece);
+    (void)ctx;
+    if (!piece) return bd_fail(err, BD_E_MEMORY, "plan", "out of memory");
+    piece->bytes = delta->files[0].bytes;
+    *out = (bd_overlay_plan){.page_count = (uint32_t)(piece->bytes / PAGE_BYTES),
+                             .piece_count = 1,
+                             .ready_count = 1,
+                             .pieces = piece,
+                             .storage = piece};
+    return BD_OK;
+}
+
+static void plan_destroy(bd_overlay_plan *plan) {
+    free(plan->storage);
+}
+
+static bd_status overlay_create(void *ctx, const bd_delta *delta, const bd_overlay_plan *plan,
+                                void *const *pages, bd_overlay **out, bd_error *err) {
+    (void)ctx, (void)delta, (void)plan, (void)pages;
+    *out = calloc(1, sizeof **out);
+    return *out ? BD_OK : bd_fail(err, BD_E_MEMORY, "overlay", "out of memory");
+}
+
+static void overlay_destroy(bd_overlay *overlay) {
+    free(overlay);
+}
+
+static bd_status feed_create(void *ctx, const bd_overlay_plan *plan, void *const *pages,
+                             bd_overlay_feed **out, bd_error *err) {
+    (void)ctx;
+    *out = calloc(1, sizeof **out);
+    if (!*out) return bd_fail(err, BD_E_MEMORY, "feed", "out of memory");
+    **out = (bd_overlay_feed){.pages = pages, .bytes = plan->pieces[0].bytes};
+    return BD_OK;
+}
+
+static bd_status feed_bytes(bd_overlay_feed *feed, uint32_t file_index, uint64_t from,
+                            const uint8_t *data, uint64_t bytes, bd_error *err) {
+    (void)file_index, (void)err;
+    for (uint64_t done = 0; done < bytes;) {
+        uint64_t at = (from + done) % PAGE_BYTES, part = PAGE_BYTES - at;
+        if (part > bytes - done) part = bytes - done;
+        memcpy((uint8_t *)feed->pages[(from + done) / PAGE_BYTES] + at, data + done, part);
+        done += part;
+    }
+    feed->fed += bytes;
+    return BD_OK;
+}
+
+static uint32_t feed_ready(const bd_overlay_feed *feed) {
+    return feed->fed == feed->bytes;
+}
+
+static void feed_destroy(bd_overlay_feed *feed) {
+    free(feed);
+}
+
+static bd_status check_chunk(const bd_delta *delta, uint32_t file_index, uint32_t chunk,
+                             const void *data, size_t bytes, bd_error *err) {
+    const bd_delta_file *file = &delta->files[file_index];
+    if (XXH3_64bits(data, bytes) == file->chunk_xxh3[chunk]) return BD_OK;
+    return bd_fail(err, BD_E_CORRUPT, file->name, "chunk %" PRIu32 " is damaged", chunk);
+}
+
+static bd_status verify_file(const bd_delta *delta, uint32_t file_index, bd_error *err) {
+    return bd_fail(err, BD_E_UNSUPPORTED, delta->files[file_index].name, "blocks under 4 MiB");
+}
+
+static void load_with(bench *b, bd_io_choice io) {
+    static const bd_loader_source source = {.plan_create = plan_create,
+                                            .plan_destroy = plan_destroy,
+                                            .overlay_create = overlay_create,
+                                            .overlay_destroy = overlay_destroy,
+                                            .feed_create = feed_create,
+                                            .feed_bytes = feed_bytes,
+                                            .feed_ready = feed_ready,
+                                            .feed_destroy = feed_destroy,
+                                            .check_chunk = check_chunk,
+                                            .verify_file = verify_file};
+    const bd_loader_options options = {.io = io,
+                                       .read_threads = (uint32_t)b->threads,
+                                       .block_bytes = (uint32_t)b->block_bytes,
+                                       .depth = (uint32_t)b->depth,
+                                       .loads_in_parallel = 1};
+    bd_loader *loader = NULL;
+    bd_error err = {0};
+    bd_load load = {.delta = &b->delta, .pages = b->pages, .page_count = b->page_count};
+    if (bd_loader_create_with(&options, &source, &loader, &err) != BD_OK ||
+        bd_loader_submit(loader, &load, &err) != BD_OK) {
+        fprintf(stderr, "bench_loader: %s: %s\n", err.subject, err.message);
+        exit(1);
+    }
+    while (!bd_load_finished(&load))
+        usleep(1000);
+    if (load.status != BD_OK) {
+        fprintf(stderr, "bench_loader: %s: %s\n", load.error.subject, load.error.message);
+        exit(1);
+    }
+    overlay_destroy(load.overlay);
+    bd_loader_destroy(loader);
+}
+
+static void read_uring(bench *b) {
+    load_with(b, BD_IO_URING);
+}
+
+static void read_pread(bench *b) {
+    load_with(b, BD_IO_PREAD);
+}
+
+/* ---- plain loops ---- */
+
+static uint8_t *staging_make(const bench *b) {
+    uint8_t *memory = mmap(NULL, b->depth * b->block_bytes, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) die("memory for staging");
+    return memory;
+}
+
+static int open_direct(const bench *b) {
+    int fd = open(b->path, O_RDONLY | O_CLOEXEC | O_DIRECT);
+    if (fd < 0) die(b->path);
+    return fd;
+}
+
+static void raw_uring(bench *b) {
+    int fd = open_direct(b);
+    uint8_t *staging = staging_make(b);
+    struct io_uring ring;
+    const struct iovec whole = {staging, b->depth * b->block_bytes};
+    errno = -io_uring_queue_init((unsigned)b->depth, &ring, 0);
+    if (errno) die("io_uring");
+    bool fixed = io_uring_register_buffers(&ring, &whole, 1) == 0;
+    uint64_t sent = 0, done = 0, slot_free = b->depth;
+    uint64_t slots[1024];
+    for (uint64_t i = 0; i < b->depth; i++)
+        slots[i] = i;
+    while (done < b->bytes) {
+        for (; slot_free > 0 && sent < b->bytes; sent += b->block_bytes) {
+            struct io_uring_sqe *sqe = io_uring_get_sqe(&ring);
+            uint64_t slot = slots[--slot_free];
+            uint8_t *to = staging + slot * b->block_bytes;
+            if (fixed)
+                io_uring_prep_read_fixed(sqe, fd, to, (unsigned)b->block_bytes, sent, 0);
+            else
+                io_uring_prep_read(sqe, fd, to, (unsigned)b->block_bytes, sent);
+            io_uring_sqe_set_data64(sqe, slot);
+        }
+        io_uring_submit_and_wait(&ring, 1);
+        struct io_uring_cqe *cqe;
+        while (io_uring_peek_cqe(&ring, &cqe) == 0) {
+            if (cqe->res <= 0) die("read");
+            done += (uint64_t)cqe->res;
+            slots[slot_free++] = io_uring_cqe_get_data64(cqe);
+            io_uring_cqe_seen(&ring, cqe);
+        }
+    }
+    io_uring_queue_exit(&ring);
+    munmap(staging, b->depth * b->block_bytes);
+    close(fd);
+}
+
+typedef struct raw_reader {
+    const bench *b;
+    uint8_t *to;
+    _Atomic uint64_t *next;
+    int fd;
+} raw_reader;
+
+static void *raw_reader_main(void *arg) {
+    const raw_reader *r = arg;
+    for (;;) {
+        uint64_t at = atomic_fetch_add(r->next, r->b->block_bytes);
+        if (at >= r->b->bytes) return NULL;
+        if (pread(r->fd, r->to, r->b->block_bytes, (off_t)at) <= 0) die("read");
+    }
+}
+
+static void raw_pread(bench *b) {
+    pthread_t threads[1024];
+    raw_reader readers[1024];
+    _Atomic uint64_t next = 0;
+    int fd = open_direct(b);
+    uint8_t *staging = staging_make(b);
+    uint64_t count = b->threads < b->depth ? b->threads : b->depth;
+    for (uint64_t i = 0; i < count; i++) {
+        readers[i] = (raw_reader){b, staging + i * b->block_bytes, &next, fd};
+        if (pthread_create(&threads[i], NULL, raw_reader_main, &readers[i]) != 0) die("thread");
+    }
+    for (uint64_t i = 0; i < count; i++)
+        pthread_join(threads[i], NULL);
+    munmap(staging, b->depth * b->block_bytes);
+    close(fd);
+}
+
+/* ---- rounds ---- */
+
+static double cpu_seconds(void) {
+    struct rusage use;
+    getrusage(RUSAGE_SELF, &use);
+    return (double)(use.ru_utime.tv_sec + use.ru_stime.tv_sec) +
+           1e-6 * (double)(use.ru_utime.tv_usec + use.ru_stime.tv_usec);
+}
+
+static int ascending(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static void run_rounds(bench *b) {
+    enum { READERS = 4, ROUNDS_MAX = 100 };
+    static const struct {
+        const char *name;
+        void (*run)(bench *b);
+    } readers[READERS] = {{"raw-uring", raw_uring},
+                          {"uring", read_uring},
+                          {"raw-pread", raw_pread},
+                          {"pread", read_pread}};
+    static double speed[READERS][ROUNDS_MAX], cpu[READERS][ROUNDS_MAX];
+    printf("reader,round,mib,seconds,gb_per_s,cpu_s\n");
+    for (uint64_t round = 0; round < b->rounds; round++)
+        for (int r = 0; r < READERS; r++) {
+            double cpu_before = cpu_seconds();
+            uint64_t before = bd_now_us();
+            readers[r].run(b);
+            double seconds = (double)(bd_now_us() - before) * 1e-6;
+            speed[r][round] = (double)b->bytes / seconds * 1e-9;
+            cpu[r][round] = cpu_seconds() - cpu_before;
+            printf("%s,%" PRIu64 ",%" PRIu64 ",%.3f,%.3f,%.3f\n", readers[r].name, round, b->mib,
+                   seconds, speed[r][round], cpu[r][round]);
+            fflush(stdout);
+        }
+    for (int r = 0; r < READERS; r++) {
+        qsort(speed[r], b->rounds, sizeof(double), ascending);
+        qsort(cpu[r], b->rounds, sizeof(double), ascending);
+        fprintf(stderr, "%-9s %.2f GB/s (%.2f to %.2f), CPU %.2f s\n", readers[r].name,
+                speed[r][b->rounds / 2], speed[r][0], speed[r][b->rounds - 1],
+                cpu[r][b->rounds / 2]);
+    }
+}
+
+static bool option(const char *name, uint64_t max, int argc, char **argv, uint64_t *out) {
+    for (int i = 2; i + 1 < argc; i += 2) {
+        if (strcmp(argv[i], name) != 0) continue;
+        char *end = NULL;
+        *out = strtoull(argv[i + 1], &end, 10);
+        return *end == '\0' && *out > 0 && *out <= max;
+    }
+    return true;
+}
+
+int main(int argc, char **argv) {
+    static bench b = {.mib = 4096, .rounds = 5, .depth = 8, .block_mib = 4, .threads = 8};
+    bool ok = argc >= 2 && argc % 2 == 0 && option("--mib", 1 << 20, argc, argv, &b.mib) &&
+              option("--rounds", 100, argc, argv, &b.rounds) &&
+              option("--depth", 1024, argc, argv, &b.depth) &&
+              option("--block-mib", 256, argc, argv, &b.block_mib) &&
+              option("--threads", 1024, argc, argv, &b.threads) && b.block_mib % 4 == 0;
+    if (!ok) {
+        fprintf(stderr, "usage: bench_loader FILE [--mib N] [--rounds N] [--depth N] "
+                        "[--block-mib N, a multiple of 4] [--threads N]\n");
+        return 2;
+    }
+    b.path = argv[1];
+    b.block_bytes = b.block_mib << 20;
+    b.bytes = ((b.mib << 20) + b.block_bytes - 1) / b.block_bytes * b.block_bytes;
+    make_delta(&b);
+    run_rounds(&b);
+    munmap(b.memory, b.bytes);
+    free(b.pages);
+    free(b.sums);
+    return 0;
+}
