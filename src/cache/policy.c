@@ -17,7 +17,7 @@ static const double span_requests[BD_POLICY_SPANS] = {8, 32, 128, 512, 4096, 327
 #define WEIGHT_STEP  0.01 /* how fast the weights follow: 0.01 to 0.025 */
 #define WEIGHT_MIN   1e-4
 #define COMMON_PART  0.03 /* 0 to 0.05 */
-#define MARGIN       0.25 /* 0.1 to 0.5; long cycles want it large, drift small */
+#define MARGIN       0.25 /* 0.1 to 0.25; long cycles want it large, drift small */
 
 void bd_policy_init(bd_policy *policy, double half_life_s) {
     memset(policy, 0, sizeof *policy);
