@@ -1,7 +1,8 @@
 /* engine.h - continuous batching: sequences, paged KV, the step loop.
- * Threads: bd_engine_create/start/stop/destroy from the builder; post, wake, lost and stats from any thread; everything
- * else on bd-sched only, that is inside posted calls, hooks and sinks. One executor thread per rank runs the steps;
- * bd-sched prepares step n+1 as soon as the results of step n are in, and delivers the tokens of n while n+1 runs. */
+ * Threads: bd_engine_create/start/stop/destroy from the builder; post, wake, lost and stats from
+ * any thread; everything else on bd-sched only, that is inside posted calls, hooks and sinks. One
+ * executor thread per rank runs the steps; bd-sched prepares step n+1 as soon as the results of
+ * step n are in, and delivers the tokens of n while n+1 runs. */
 #ifndef BITDELTA_ENGINE_ENGINE_H
 #define BITDELTA_ENGINE_ENGINE_H
 
@@ -10,7 +11,12 @@
 typedef struct bd_engine bd_engine;
 typedef struct bd_sequence bd_sequence;
 
-typedef enum bd_finish { BD_FINISH_STOP, BD_FINISH_LENGTH, BD_FINISH_CANCELLED, BD_FINISH_ERROR } bd_finish;
+typedef enum bd_finish {
+    BD_FINISH_STOP,
+    BD_FINISH_LENGTH,
+    BD_FINISH_CANCELLED,
+    BD_FINISH_ERROR
+} bd_finish;
 
 /* A call to run on bd-sched. Caller's memory until run() is called; run may free it. */
 typedef struct bd_call {
@@ -22,75 +28,88 @@ typedef struct bd_engine_hooks { /* the router's; on bd-sched; each may be NULL 
     void *ctx;
     /* Admit work: bd_engine_add. cache_changed: what bd_cache_poll said in this turn. */
     void (*before_step)(void *ctx, uint64_t now_us, bool cache_changed);
-    uint64_t (*next_wake_us)(void *ctx, uint64_t now_us); /* UINT64_MAX: only when something is posted */
-    /* Once: nothing can be added any more, every sequence has ended. err: BD_E_DEVICE or BD_E_SHUTDOWN. */
+    uint64_t (*next_wake_us)(void *ctx,
+                             uint64_t now_us); /* UINT64_MAX: only when something is posted */
+    /* Once: nothing can be added any more, every sequence has ended. err: BD_E_DEVICE or
+     * BD_E_SHUTDOWN. */
     void (*closed)(void *ctx, const bd_error *err);
 } bd_engine_hooks;
 
 typedef struct bd_engine_options {
-    bd_model *model;            /* one rank for now; borrowed */
-    bd_cache *cache;            /* polled once per turn; may be NULL in tests (leases are then dropped unseen) */
-    const char *model_name;     /* label of the engine's metrics: the base's served name; copied */
-    uint32_t rows_max;          /* token budget of a step */
+    bd_model *model; /* one rank for now; borrowed */
+    bd_cache
+        *cache; /* polled once per turn; may be NULL in tests (leases are then dropped unseen) */
+    const char *model_name; /* label of the engine's metrics: the base's served name; copied */
+    uint32_t rows_max;      /* token budget of a step */
     uint32_t prefill_chunk_tokens; /* of one sequence in one step; 0: rows_max */
-    uint32_t seqs_max;          /* sequences in the engine at once; rows_max and logits_rows_max bound it too */
+    uint32_t
+        seqs_max; /* sequences in the engine at once; rows_max and logits_rows_max bound it too */
     uint32_t variants_per_step_max; /* 16; the base does not count */
     uint32_t logits_rows_max;
-    uint64_t step_deadline_us;  /* the device counts as lost beyond it; 0: no deadline */
-    bool decode_delta;          /* false: the base decodes after a variant's prefill */
-    bool prefix_cache;          /* keep full KV blocks for prompts that start alike */
+    uint64_t step_deadline_us; /* the device counts as lost beyond it; 0: no deadline */
+    bool decode_delta;         /* false: the base decodes after a variant's prefill */
+    bool prefix_cache;         /* keep full KV blocks for prompts that start alike */
     bd_engine_hooks hooks;
-    bd_metrics *metrics;        /* may be NULL */
+    bd_metrics *metrics; /* may be NULL */
 } bd_engine_options;
 
 typedef struct bd_sequence_sink { /* all on bd-sched; must not block; each may be NULL */
-    /* Next generated token, a stop id included. false: stop now (a stop string matched), finish is BD_FINISH_STOP. */
+    /* Next generated token, a stop id included. false: stop now (a stop string matched), finish is
+     * BD_FINISH_STOP. */
     bool (*token)(void *ctx, const bd_token_result *token);
-    /* Log-probabilities of prompt tokens [first, first + count), ascending; position 0 is never reported. */
+    /* Log-probabilities of prompt tokens [first, first + count), ascending; position 0 is never
+     * reported. */
     void (*prompt)(void *ctx, uint32_t first, const bd_token_result *tokens, uint32_t count);
-    /* Last call; the sequence is gone afterwards. stop_id: the id that stopped it, -1 otherwise. err is NULL unless
-     * finish is BD_FINISH_ERROR. */
+    /* Last call; the sequence is gone afterwards. stop_id: the id that stopped it, -1 otherwise.
+     * err is NULL unless finish is BD_FINISH_ERROR. */
     void (*end)(void *ctx, bd_finish finish, int32_t stop_id, const bd_error *err);
 } bd_sequence_sink;
 
 typedef struct bd_sequence_options {
-    const int32_t *prompt;      /* copied; ids are in range, the caller checked */
-    uint32_t prompt_tokens;     /* >= 1 */
-    uint32_t max_new_tokens;    /* 0: prompt log-probabilities only; prompt + max_new <= max_model_len */
-    uint32_t min_new_tokens;    /* stop ids are masked before */
-    bd_lease lease;             /* variant NULL: the base. Taken over; released at the end */
-    uint64_t tenant;            /* sequences of different tenants share no cached prefix */
+    const int32_t *prompt;  /* copied; ids are in range, the caller checked */
+    uint32_t prompt_tokens; /* >= 1 */
+    uint32_t
+        max_new_tokens; /* 0: prompt log-probabilities only; prompt + max_new <= max_model_len */
+    uint32_t min_new_tokens; /* stop ids are masked before */
+    bd_lease lease;          /* variant NULL: the base. Taken over; released at the end */
+    uint64_t tenant;         /* sequences of different tenants share no cached prefix */
     bd_sampling sampling;
-    /* 1, 0, 0: none (a repetition of 0 counts as 1). Repetition looks at prompt and output, the others at output. */
+    /* 1, 0, 0: none (a repetition of 0 counts as 1). Repetition looks at prompt and output, the
+     * others at output. */
     float repetition_penalty, presence_penalty, frequency_penalty;
-    const bd_logit_edit *bias;  /* copied; distinct tokens, repetition 1 */
+    const bd_logit_edit *bias; /* copied; distinct tokens, repetition 1 */
     uint32_t bias_count;
-    const int32_t *stop_ids;    /* copied; a negative id never matches */
+    const int32_t *stop_ids; /* copied; a negative id never matches */
     uint32_t stop_id_count;
-    int32_t logprobs;           /* -1 none, else alternatives 0..20 */
-    int32_t prompt_logprobs;    /* -1 none, else alternatives 0..20 */
-    int64_t priority;           /* lower first; equal: arrival order */
+    int32_t logprobs;        /* -1 none, else alternatives 0..20 */
+    int32_t prompt_logprobs; /* -1 none, else alternatives 0..20 */
+    int64_t priority;        /* lower first; equal: arrival order */
     const bd_sequence_sink *sink;
     void *sink_ctx;
 } bd_sequence_options;
 
-BD_MUST_CHECK bd_status bd_engine_create(const bd_engine_options *options, bd_engine **out, bd_error *err);
-BD_MUST_CHECK bd_status bd_engine_start(bd_engine *engine, bd_error *err); /* bd-sched and bd-exec-r threads */
-/* Running sequences end with BD_E_SHUTDOWN; joins the threads. Calls posted later run at once on the posting thread,
- * one at a time. If a device hangs for good its executor thread is left behind, and with it the engine's memory. */
+BD_MUST_CHECK bd_status bd_engine_create(const bd_engine_options *options, bd_engine **out,
+                                         bd_error *err);
+BD_MUST_CHECK bd_status bd_engine_start(bd_engine *engine,
+                                        bd_error *err); /* bd-sched and bd-exec-r threads */
+/* Running sequences end with BD_E_SHUTDOWN; joins the threads. Calls posted later run at once on
+ * the posting thread, one at a time. If a device hangs for good its executor thread is left behind,
+ * and with it the engine's memory. */
 void bd_engine_stop(bd_engine *engine);
 void bd_engine_destroy(bd_engine *engine); /* stops first if need be; NULL is fine */
-void bd_engine_post(bd_engine *engine, bd_call *call); /* any thread; never fails; run() comes exactly once */
-void bd_engine_wake(bd_engine *engine);                /* any thread: another turn of the loop */
+void bd_engine_post(bd_engine *engine,
+                    bd_call *call);     /* any thread; never fails; run() comes exactly once */
+void bd_engine_wake(bd_engine *engine); /* any thread: another turn of the loop */
 bool bd_engine_on_thread(const bd_engine *engine);
-bool bd_engine_lost(const bd_engine *engine);          /* any thread: the device is gone */
+bool bd_engine_lost(const bd_engine *engine); /* any thread: the device is gone */
 
-/* BD_BUSY: seqs_max in the engine or one waiting for KV; ask again in before_step. On anything but BD_OK the lease stays
- * the caller's. KV that runs out later preempts (recompute), never fails. BD_E_LIMIT: could not run even alone. */
-BD_MUST_CHECK bd_status bd_engine_add(bd_engine *engine, const bd_sequence_options *options, bd_sequence **out,
-                                      bd_error *err);
-/* The sink's end() comes with BD_FINISH_CANCELLED, within a step and not from inside this call; safe inside sinks of
- * any sequence. Not after end(). */
+/* BD_BUSY: seqs_max in the engine or one waiting for KV; ask again in before_step. On anything but
+ * BD_OK the lease stays the caller's. KV that runs out later preempts (recompute), never fails.
+ * BD_E_LIMIT: could not run even alone. */
+BD_MUST_CHECK bd_status bd_engine_add(bd_engine *engine, const bd_sequence_options *options,
+                                      bd_sequence **out, bd_error *err);
+/* The sink's end() comes with BD_FINISH_CANCELLED, within a step and not from inside this call;
+ * safe inside sinks of any sequence. Not after end(). */
 void bd_engine_cancel(bd_engine *engine, bd_sequence *sequence);
 
 typedef struct bd_engine_stats {
@@ -98,6 +117,7 @@ typedef struct bd_engine_stats {
     uint64_t steps, prompt_tokens, generated_tokens, preemptions;
     uint64_t prefix_query_tokens, prefix_hit_tokens;
 } bd_engine_stats;
-void bd_engine_stats_get(const bd_engine *engine, bd_engine_stats *out); /* any thread, a recent snapshot */
+void bd_engine_stats_get(const bd_engine *engine,
+                         bd_engine_stats *out); /* any thread, a recent snapshot */
 
 #endif
