@@ -97,7 +97,7 @@ def test_two_hundred_streams(launch, bodies):
 
 def test_many_idle_and_queued_connections(launch):
     """A thousand connections, most of them silent: the others are served, and no thread or descriptor is left behind."""
-    server = launch("--max-connections", "3000")
+    server = launch("--max-connections", "3000", "--http-threads", "3")
     threads = server.threads()
     silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(1000)]
     eventually(lambda: server.metric("bd_http_connections") >= 1000, what="open connections")
@@ -123,7 +123,7 @@ def test_connection_limit(launch):
 
 def test_streams_that_are_broken_off(launch, bodies):
     """Half of the clients leave after the first bytes; the others get everything."""
-    server = launch()
+    server = launch("--http-threads", "3")
     leaving = []
     for i, body in enumerate(bodies[:60]):
         raw = socket.create_connection(("127.0.0.1", server.port), timeout=60)
