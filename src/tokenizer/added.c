@@ -16,6 +16,7 @@ static uint32_t trie_new_node(bd_trie *trie, uint8_t byte) {
         trie->capacity = capacity;
         if (trie->count == 0) trie->nodes[trie->count++] = (bd_trie_node){0, 0, -1, 0};
     }
+    BD_ASSERT(trie->nodes);
     trie->nodes[trie->count] = (bd_trie_node){0, 0, -1, byte};
     return trie->count++;
 }
@@ -45,6 +46,7 @@ bd_status bd_trie_add(bd_trie *trie, const char *text, size_t bytes, int32_t tok
         }
         node = child;
     }
+    BD_ASSERT(trie->nodes);
     /* Two tokens normalized to the same text: the first one is found. */
     if (trie->nodes[node].token < 0) trie->nodes[node].token = token;
     return BD_OK;

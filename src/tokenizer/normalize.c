@@ -47,6 +47,7 @@ static bd_status nfc_reorder(utf8proc_int32_t *points, size_t count) {
         while (end < count && utf8proc_get_property(points[end])->combining_class != 0)
             end++;
         size_t length = end - at;
+        BD_ASSERT(length > 0);
         if (length > run_capacity) {
             free(run);
             run_capacity = length * 2;
