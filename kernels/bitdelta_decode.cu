@@ -14,13 +14,13 @@
 //          (value and flag in one store: no fence, no counter); the owner polls them, adds them in K order, clears the words.
 //          A CTA's range follows from a ticket it draws when it starts, later ranges first: an owner only waits for CTAs that are
 //          already running, whatever order the hardware starts blocks in, so it cannot hang.
-#include "common.cuh"
+#include "planes.cuh"
 #include "sm90.cuh"
 #include "wgmma.cuh"
 
 namespace {
 
-constexpr int W_BYTES = 128 * 64 * 2, SIGN_BYTES = 4096, PLANE_BYTES = 512, MAX_RING = 16;
+constexpr int W_BYTES = 128 * 64 * 2, SIGN_BYTES = 4096, MAX_RING = 16;
 
 __device__ __forceinline__ void store_word(unsigned long long* p, u64 v) { asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 __device__ __forceinline__ u64 load_word(const unsigned long long* p) {
@@ -29,64 +29,10 @@ __device__ __forceinline__ u64 load_word(const unsigned long long* p) {
   return v;
 }
 
-// planes[K/256][nb][512 B], scale[m], sum[m] from x [M][K]; tokens M..nb-1 get zero planes. K % 256 == 0.
-// Plane p of a K256 block is row p of a 16 x 256-bit matrix in core-matrix order, K permuted as in layout.cuh.
-// Mapping: block (m, y) of 256 threads finds the row maximum, then its warps make the planes of every gridDim.y-th K256 block;
-// lane l owns byte l of each plane. Block (m, 0) also sums xq.
-template <typename T> __global__ void __launch_bounds__(256) planes_kernel(uint8_t* planes, float* scale, int* sum, const T* x, int M, int K, int nb) {
-  __shared__ float red[8];
-  __shared__ int redi[8];
-  int m = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  bool live = m < M;
+// One block of 256 threads a row and share of the K256 blocks (planes.cuh).
+__global__ void __launch_bounds__(256) planes_kernel(uint8_t* planes, float* scale, int* sum, const uint16_t* x, int rows, int k, int nb) {
   pdl_launch();
-  const uint4* row = (const uint4*)(x + (size_t)m * K);
-  float mx = 0;
-  if (live)
-#pragma unroll 4
-    for (int i = threadIdx.x; i < K / 8; i += 256) {
-      uint4 v = __ldg(row + i);
-      const T* e = (const T*)&v;
-#pragma unroll
-      for (int j = 0; j < 8; j++) mx = fmaxf(mx, fabsf((float)e[j]));
-    }
-  for (int o = 16; o; o /= 2) mx = fmaxf(mx, __shfl_xor_sync(~0u, mx, o));
-  if (lane == 0) red[warp] = mx;
-  __syncthreads();
-  mx = 0;
-#pragma unroll
-  for (int i = 0; i < 8; i++) mx = fmaxf(mx, red[i]);
-  float inv = mx > 0 ? 32767.f / mx : 0.f;
-  for (int kb = blockIdx.y * 8 + warp; kb < K / 256; kb += gridDim.y * 8) {
-    int c = lane / 16, b = (lane % 16) / 8, o = lane % 8, q[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) q[i] = live ? __float2int_rn((float)x[(size_t)m * K + kb * 256 + 128 * c + 64 * b + 8 * i + o] * inv) : 0;
-    uint8_t* out = planes + ((size_t)kb * nb + m) * PLANE_BYTES + c * 128 + lane % 16;
-#pragma unroll
-    for (int p = 0; p < 16; p++) {
-      u32 v = 0;
-#pragma unroll
-      for (int i = 0; i < 8; i++) v |= ((q[i] >> p) & 1) << (7 - i);
-      out[(p / 8) * 256 + (p % 8) * 16] = (uint8_t)v;
-    }
-  }
-  if (blockIdx.y) return;
-  int total = 0;
-  if (live)
-#pragma unroll 4
-    for (int i = threadIdx.x; i < K / 8; i += 256) {
-      uint4 v = __ldg(row + i);
-      const T* e = (const T*)&v;
-#pragma unroll
-      for (int j = 0; j < 8; j++) total += __float2int_rn((float)e[j] * inv);
-    }
-  for (int o = 16; o; o /= 2) total += __shfl_xor_sync(~0u, total, o);
-  if (lane == 0) redi[warp] = total;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    total = 0;
-    for (int i = 0; i < 8; i++) total += redi[i];
-    scale[m] = mx / 32767.f, sum[m] = total;
-  }
+  make_planes(planes, scale, sum, x + (size_t)blockIdx.x * k, blockIdx.x, (int)blockIdx.x < rows, k, nb);
 }
 
 enum Mode { NONE, ONE, MANY };  // variants in the batch
@@ -362,6 +308,6 @@ extern "C" cudaError_t k_decode_bf16(const k_decode_args* a, int nb, cudaStream_
 extern "C" cudaError_t k_planes_bf16(uint8_t* planes, float* scale, int32_t* sum, const uint16_t* x, int rows, int k, int nb, cudaStream_t s) {
   if (k % 256 || rows > nb) return cudaErrorInvalidValue;
   dim3 grid((unsigned)nb, (unsigned)(k / 256 + 15) / 16);
-  planes_kernel<__nv_bfloat16><<<grid, 256, 0, s>>>(planes, scale, sum, (const __nv_bfloat16*)x, rows, k, nb);
+  planes_kernel<<<grid, 256, 0, s>>>(planes, scale, sum, x, rows, k, nb);
   return cudaGetLastError();
 }

@@ -119,6 +119,11 @@ typedef struct k_norm_args {
     int32_t rows, width;
     bool add, plus_one, proj_bf16;
     float eps;
+    /* For the decode kernel that follows: the rows' bit planes as k_planes_bf16 makes them, or NULL. */
+    uint8_t *planes;
+    float *plane_scale;
+    int32_t *plane_sum;
+    int32_t planes_nb;
 } k_norm_args;
 cudaError_t k_norm_residual_bf16(const k_norm_args *args, cudaStream_t stream);
 

@@ -1,6 +1,6 @@
 // norm_embed.cu - embedding rows (with signs), residual + RMSNorm, gated activation, row gather.
 // The residual stream is float32; what feeds an MMA is bf16. Gamma is looked up by row, since each variant has its own.
-#include "common.cuh"
+#include "planes.cuh"
 
 namespace {
 
@@ -20,7 +20,15 @@ __global__ void __launch_bounds__(256) embed_kernel(const k_embed_args a) {
 // If add: residual += post ? rms(proj) * post_gamma : proj. normed = rms(residual) * gamma. One block per row.
 __global__ void __launch_bounds__(256) norm_kernel(const k_norm_args a) {
     __shared__ float red[8];
-    const int m = blockIdx.x, overlay = a.row_overlay[m];
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); // decode may fetch its weights meanwhile
+#endif
+    const int m = blockIdx.x;
+    if (m >= a.rows) { // rows of planes past the batch
+        make_planes(a.planes, a.plane_scale, a.plane_sum, a.normed, m, false, a.width, a.planes_nb);
+        return;
+    }
+    const int overlay = a.row_overlay[m];
     const float *own = overlay >= 0 ? a.gammas[overlay] : nullptr, *gamma = own ? own : a.gamma;
     const float one = a.plus_one ? 1.f : 0.f;
     float *r = a.residual + (size_t)m * a.width;
@@ -48,6 +56,9 @@ __global__ void __launch_bounds__(256) norm_kernel(const k_norm_args a) {
     float factor = rsqrtf(block_sum(square, red) / a.width + a.eps);
     for (int i = threadIdx.x; i < a.width; i += blockDim.x)
         a.normed[(size_t)m * a.width + i] = float_bf16(r[i] * factor * (one + gamma[i]));
+    if (!a.planes) return;
+    __syncthreads(); // the row just written is read back by the whole block
+    make_planes(a.planes, a.plane_scale, a.plane_sum, a.normed + (size_t)m * a.width, m, true, a.width, a.planes_nb);
 }
 
 // act[m][i] = f(gate[m][i]) * up[m][i]
@@ -74,7 +85,8 @@ extern "C" cudaError_t k_embed_bf16(const k_embed_args *a, cudaStream_t stream) 
 
 extern "C" cudaError_t k_norm_residual_bf16(const k_norm_args *a, cudaStream_t stream) {
     if (!a->rows) return cudaSuccess;
-    norm_kernel<<<(unsigned)a->rows, 256, 0, stream>>>(*a);
+    if (a->planes && (a->width % 256 || a->rows > a->planes_nb)) return cudaErrorInvalidValue;
+    norm_kernel<<<(unsigned)(a->planes ? a->planes_nb : a->rows), 256, 0, stream>>>(*a);
     return cudaGetLastError();
 }
 

@@ -186,15 +186,27 @@ bool cuda_fast_step_fill(bd_cuda *cuda, const bd_step *step) {
     return d->decode ? slots_fill(cuda, step, d) : tiles_fill(cuda, step, d);
 }
 
+int cuda_fast_planes_nb(const bd_step *step) {
+    int nb = 1;
+    while (nb < (int)step->row_count)
+        nb *= 2;
+    return nb;
+}
+
+bool cuda_fast_wants_planes(const bd_cuda *cuda, uint32_t layer) {
+    const cuda_fast_step *d = &cuda->fast_step;
+    return d->usable && d->decode && d->variants && layer < cuda->shape.layers &&
+           cuda->fast.groups[BD_GROUP_QKV].fast && cuda->fast.groups[BD_GROUP_GATE_UP].fast;
+}
+
 static bd_status decode(bd_cuda *cuda, const bd_step *step, uint32_t layer, bd_group group,
                         bd_error *err) {
     cuda_fast *fast = &cuda->fast;
     const cuda_group *g = &fast->groups[group];
     const cuda_fast_step *d = &cuda->fast_step;
-    int nb = 1;
-    while (nb < (int)step->row_count)
-        nb *= 2;
-    if (d->variants) {
+    const int nb = cuda_fast_planes_nb(step);
+    const bool after_norm = group == BD_GROUP_QKV || group == BD_GROUP_GATE_UP;
+    if (d->variants && !(after_norm && d->planes_made)) {
         const cudaError_t error =
             k_planes_bf16(fast->planes, fast->plane_scale, fast->plane_sum, g->x_data,
                           (int)step->row_count, (int)g->k, nb, cuda->stream);
@@ -221,7 +233,8 @@ static bd_status decode(bd_cuda *cuda, const bd_step *step, uint32_t layer, bd_g
         .k = (int32_t)g->k,
         .variants = (int32_t)d->variants,
         .sm_count = fast->sm_count,
-        .pdl = d->variants > 0}; /* the kernel before is the one that makes the planes */
+        .pdl = d->variants > 0 ||
+               after_norm}; /* the kernel before is a norm or the one that makes the planes */
     return cuda_check(cuda, k_decode_bf16(&args, nb, cuda->stream), "decode", err);
 }
 

@@ -49,6 +49,7 @@ typedef struct cuda_fast_step {
     const int32_t *columns, *slot; /* decode: overlay column of each slot, slot of each row */
     uint32_t variants;
     bool any_delta, decode;
+    bool planes_made; /* the norm kernel just launched made the planes of its rows */
 } cuda_fast_step;
 
 /* After the arenas are carved. Never fails: what cannot be fast is left to the plain kernels. */
@@ -56,6 +57,10 @@ void cuda_fast_open(struct bd_cuda *cuda);
 void cuda_fast_close(struct bd_cuda *cuda);
 /* Fills the lists of the step; false: the upload is full. */
 bool cuda_fast_step_fill(struct bd_cuda *cuda, const bd_step *step);
+/* Whether the norm before a layer's qkv or gate/up should make the bit planes of its rows, and for
+ * how many rows. */
+bool cuda_fast_wants_planes(const struct bd_cuda *cuda, uint32_t layer);
+int cuda_fast_planes_nb(const bd_step *step);
 /* The group's outputs in groups[group].y_data, bf16. */
 bd_status cuda_fast_linear(struct bd_cuda *cuda, const bd_step *step, uint32_t layer,
                            bd_group group, bd_error *err);

@@ -28,6 +28,8 @@ bd_status cuda_norm_residual(bd_backend *backend, const bd_step *step, uint32_t 
                              bool add, uint32_t post_layer, bd_norm post, bd_error *err) {
     bd_cuda *cuda = cuda_of(backend);
     const bool with_post = add && post != BD_NORM_COUNT;
+    const bool planes = cuda_fast_wants_planes(cuda, layer);
+    cuda->fast_step.planes_made = planes;
     const k_norm_args args = {.residual = cuda->residual,
                               .proj = cuda->proj,
                               .proj_bf16 = cuda->proj_bf16,
@@ -41,7 +43,11 @@ bd_status cuda_norm_residual(bd_backend *backend, const bd_step *step, uint32_t 
                               .width = (int32_t)cuda->shape.hidden,
                               .add = add,
                               .plus_one = cuda->config->norm_plus_one,
-                              .eps = cuda->config->norm_eps};
+                              .eps = cuda->config->norm_eps,
+                              .planes = planes ? cuda->fast.planes : NULL,
+                              .plane_scale = cuda->fast.plane_scale,
+                              .plane_sum = cuda->fast.plane_sum,
+                              .planes_nb = cuda_fast_planes_nb(step)};
     return cuda_check(cuda, k_norm_residual_bf16(&args, cuda->stream), "norm", err);
 }
 
