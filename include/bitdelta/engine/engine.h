@@ -28,8 +28,8 @@ typedef struct bd_engine_hooks { /* the router's; on bd-sched; each may be NULL 
     void *ctx;
     /* Admit work: bd_engine_add. cache_changed: what bd_cache_poll said in this turn. */
     void (*before_step)(void *ctx, uint64_t now_us, bool cache_changed);
-    uint64_t (*next_wake_us)(void *ctx,
-                             uint64_t now_us); /* UINT64_MAX: only when something is posted */
+    /* UINT64_MAX: only when something is posted. */
+    uint64_t (*next_wake_us)(void *ctx, uint64_t now_us);
     /* Once: nothing can be added any more, every sequence has ended. err: BD_E_DEVICE or
      * BD_E_SHUTDOWN. */
     void (*closed)(void *ctx, const bd_error *err);
@@ -37,13 +37,13 @@ typedef struct bd_engine_hooks { /* the router's; on bd-sched; each may be NULL 
 
 typedef struct bd_engine_options {
     bd_model *model; /* one rank for now; borrowed */
-    bd_cache
-        *cache; /* polled once per turn; may be NULL in tests (leases are then dropped unseen) */
+    /* polled once per turn; may be NULL in tests (leases are then dropped unseen) */
+    bd_cache *cache;
     const char *model_name; /* label of the engine's metrics: the base's served name; copied */
     uint32_t rows_max;      /* token budget of a step */
     uint32_t prefill_chunk_tokens; /* of one sequence in one step; 0: rows_max */
-    uint32_t
-        seqs_max; /* sequences in the engine at once; rows_max and logits_rows_max bound it too */
+    /* sequences in the engine at once; rows_max and logits_rows_max bound it too */
+    uint32_t seqs_max;
     uint32_t variants_per_step_max; /* 16; the base does not count */
     uint32_t logits_rows_max;
     uint64_t step_deadline_us; /* the device counts as lost beyond it; 0: no deadline */
@@ -68,8 +68,8 @@ typedef struct bd_sequence_sink { /* all on bd-sched; must not block; each may b
 typedef struct bd_sequence_options {
     const int32_t *prompt;  /* copied; ids are in range, the caller checked */
     uint32_t prompt_tokens; /* >= 1 */
-    uint32_t
-        max_new_tokens; /* 0: prompt log-probabilities only; prompt + max_new <= max_model_len */
+    /* 0: prompt log-probabilities only; prompt + max_new <= max_model_len */
+    uint32_t max_new_tokens;
     uint32_t min_new_tokens; /* stop ids are masked before */
     bd_lease lease;          /* variant NULL: the base. Taken over; released at the end */
     uint64_t tenant;         /* sequences of different tenants share no cached prefix */

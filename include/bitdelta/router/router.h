@@ -3,7 +3,7 @@
  * from any thread but bd-sched (submit, cancel and unreserve also from there); create .. add_* from
  * the builder, before the engine starts. Order of life: router_create, engine_create
  * (bd_router_hooks), router_attach, add_*, engine_start .. engine_stop, engine_destroy,
- * router_destroy (it drops its leases, so before cache_destroy). */
+ * router_destroy, cache_destroy. Every lease is back after engine_stop. */
 #ifndef BITDELTA_ROUTER_ROUTER_H
 #define BITDELTA_ROUTER_ROUTER_H
 
@@ -63,8 +63,8 @@ typedef struct bd_job_internal {
     bd_error error;
 } bd_job_internal;
 
-struct bd_job { /* one request; filled and owned by its creator, untouched between submit and done()
-                 */
+/* One request; filled and owned by its creator, untouched between submit and done(). */
+struct bd_job {
     const bd_served *served;
     uint32_t tenant;
     const bd_prompt *prompts;                  /* alive until done() */
