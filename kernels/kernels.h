@@ -94,6 +94,12 @@ cudaError_t k_decode_bf16(const k_decode_args *args, int nb, cudaStream_t stream
 
 /* Sign chunks: [ceil(n / 128)][ceil(k / 256)] of 4096 bytes, see repack.cu. */
 uint64_t k_sign_bytes(uint32_t n, uint32_t k);
+typedef struct k_plane_part {
+    uint32_t first_row, row_count, first_col, col_count;
+} k_plane_part;
+/* src: rows of col_count / 8 bytes, contiguous. first_col is a multiple of 64, and so is col_count unless the part ends
+ * with its rows. */
+cudaError_t k_repack_part(uint8_t *dst, const uint8_t *src, uint32_t k, const k_plane_part *part, cudaStream_t stream);
 /* src: rows of k / 8 bytes, contiguous, rows [first_row, first_row + row_count) of the plane at dst. */
 cudaError_t k_repack(uint8_t *dst, const uint8_t *src, uint32_t k, uint32_t first_row, uint32_t row_count,
                      cudaStream_t stream);

@@ -22,8 +22,10 @@ static __device__ __forceinline__ uint64_t transpose_inverted(uint64_t v) {
     return x;
 }
 
-static __global__ void __launch_bounds__(256) repack_kernel(uint8_t *dst, const uint8_t *src, int k, int first_row, int row_count) {
-    int chunks = (k + 255) / 256, blocks = chunks * 4, row_bytes = k / 8;
+// Blocks [first_block, first_block + blocks) of each row, of which the source has row_bytes bytes.
+static __global__ void __launch_bounds__(256) repack_kernel(uint8_t *dst, const uint8_t *src, int k, int first_row, int row_count,
+                                                            int first_block, int blocks, int row_bytes) {
+    int chunks = (k + 255) / 256;
     size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
     if (i >= (size_t)row_count * blocks) return;
     int row = (int)(i / blocks), block = (int)(i % blocks);
@@ -31,18 +33,27 @@ static __global__ void __launch_bounds__(256) repack_kernel(uint8_t *dst, const 
     const uint8_t *from = src + (size_t)row * row_bytes + block * 8;
     int have = min(8, row_bytes - block * 8); // padding columns read as plus after the inversion below
     for (int b = 0; b < 8; b++) v |= (uint64_t)(b < have ? from[b] : 0xff) << (8 * b);
-    *(uint64_t *)(dst + sign_offset(first_row + row, block, chunks)) = transpose_inverted(v);
+    *(uint64_t *)(dst + sign_offset(first_row + row, first_block + block, chunks)) = transpose_inverted(v);
 }
 
 extern "C" uint64_t k_sign_bytes(uint32_t n, uint32_t k) {
     return (uint64_t)((n + 127u) / 128u) * ((k + 255u) / 256u) * 4096u;
 }
 
+extern "C" cudaError_t k_repack_part(uint8_t *dst, const uint8_t *src, uint32_t k, const k_plane_part *part, cudaStream_t stream) {
+    const uint32_t end = part->first_col + part->col_count;
+    if (k % 8 || k > 1u << 20 || end > k || part->first_col % 64 || (part->col_count % 64 && end != k)) return cudaErrorInvalidValue;
+    // Whoever has a row's last column clears the padding after it too.
+    const uint32_t first = part->first_col / 64, blocks = end == k ? (k + 255) / 256 * 4 - first : part->col_count / 64;
+    size_t count = (size_t)part->row_count * blocks;
+    if (!count) return cudaSuccess;
+    repack_kernel<<<(unsigned)((count + 255) / 256), 256, 0, stream>>>(dst, src, (int)k, (int)part->first_row, (int)part->row_count,
+                                                                       (int)first, (int)blocks, (int)(part->col_count / 8));
+    return cudaGetLastError();
+}
+
 extern "C" cudaError_t k_repack(uint8_t *dst, const uint8_t *src, uint32_t k, uint32_t first_row, uint32_t row_count,
                                 cudaStream_t stream) {
-    if (k % 8 || k > 1u << 20) return cudaErrorInvalidValue;
-    size_t count = (size_t)row_count * ((k + 255) / 256 * 4);
-    if (!count) return cudaSuccess;
-    repack_kernel<<<(unsigned)((count + 255) / 256), 256, 0, stream>>>(dst, src, (int)k, (int)first_row, (int)row_count);
-    return cudaGetLastError();
+    const k_plane_part part = {first_row, row_count, 0, k};
+    return k_repack_part(dst, src, k, &part, stream);
 }

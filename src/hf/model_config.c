@@ -470,7 +470,6 @@ bd_status bd_model_config_check_variant(const bd_model_config *base, const bd_mo
         {"hidden_act", base->activation == v->activation},
         {"attention_bias", base->qkv_bias == v->qkv_bias && base->o_bias == v->o_bias},
         {"mlp_bias", base->mlp_bias == v->mlp_bias},
-        {"tie_word_embeddings", base->tied == v->tied},
         {"query_pre_attn_scalar", same(base->attn_scale, v->attn_scale)},
         {"attn_logit_softcapping", same(base->attn_softcap, v->attn_softcap)},
         {"final_logit_softcapping", same(base->logit_softcap, v->logit_softcap)},

@@ -428,12 +428,50 @@ static void test_unsampled_step(void **state) {
     fixture_close(&f);
 }
 
+/* A plane put in rectangles, in any order, is the plane put at once, whatever the page held before.
+ */
+static void test_plane_parts(void **state) {
+    (void)state;
+    uint64_t rng = support_seed();
+    bd_error err;
+    for (int round = 0; round < 60; round++) {
+        const uint32_t n = pick(&rng, 1, 40), k = 8 * pick(&rng, 1, 60), parts = pick(&rng, 1, 5);
+        const uint64_t bytes = bd_cpu_plane_bytes(n, k), stride = k / 8 + pick(&rng, 0, 3);
+        uint8_t *src = must_calloc(n * stride + 1, 1), *whole = must_calloc(bytes, 1);
+        uint8_t *pieces = must_calloc(bytes, 1);
+        for (uint64_t i = 0; i < n * stride; i++)
+            src[i + 1] = (uint8_t)support_random(&rng);
+        memset(whole, 0x5a, bytes);
+        memset(pieces, 0x5a, bytes);
+        assert_int_equal(bd_cpu_plane_put(NULL, whole, n, k, 0, n, src + 1, stride, &err), BD_OK);
+        for (uint32_t p = parts; p-- > 0;) {
+            const uint32_t from = 8 * (k / 8 * p / parts), to = 8 * (k / 8 * (p + 1) / parts);
+            const uint32_t cut = pick(&rng, 0, n);
+            bd_plane_part part = {.first_row = cut,
+                                  .row_count = n - cut,
+                                  .first_col = from,
+                                  .col_count = to - from,
+                                  .src = src + 1 + cut * stride + from / 8,
+                                  .src_stride_bytes = stride};
+            assert_int_equal(bd_cpu_plane_part_put(NULL, pieces, n, k, &part, &err), BD_OK);
+            part.first_row = 0;
+            part.row_count = cut;
+            part.src = src + 1 + from / 8;
+            assert_int_equal(bd_cpu_plane_part_put(NULL, pieces, n, k, &part, &err), BD_OK);
+        }
+        assert_memory_equal(whole, pieces, bytes);
+        free(src);
+        free(whole);
+        free(pieces);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_logits),         cmocka_unit_test(test_bad_options),
-        cmocka_unit_test(test_plan),           cmocka_unit_test(test_loading_errors),
-        cmocka_unit_test(test_plane_layout),   cmocka_unit_test(test_registry),
-        cmocka_unit_test(test_unsampled_step),
+        cmocka_unit_test(test_logits),       cmocka_unit_test(test_bad_options),
+        cmocka_unit_test(test_plan),         cmocka_unit_test(test_loading_errors),
+        cmocka_unit_test(test_plane_layout), cmocka_unit_test(test_registry),
+        cmocka_unit_test(test_plane_parts),  cmocka_unit_test(test_unsampled_step),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -253,7 +253,7 @@ static void test_variants(void **state) {
          "\"linear\",\"factor\":2}}",
          NULL},
         {"{" LLAMA HEADS ",\"rms_norm_eps\":1e-5}", "rms_norm_eps"},
-        {"{" LLAMA HEADS ",\"tie_word_embeddings\":true}", "tie_word_embeddings"},
+        {"{" LLAMA HEADS ",\"tie_word_embeddings\":true,\"rope_theta\":5e5}", NULL},
         {"{" LLAMA HEADS ",\"hidden_act\":\"gelu_pytorch_tanh\"}", "hidden_act"},
         {"{" LLAMA ",\"num_attention_heads\":8}", "num_attention_heads"},
         {"{" LLAMA HEADS ",\"mlp_bias\":true}", "mlp_bias"},

@@ -28,7 +28,13 @@ typedef struct bd_backend_options {
     uint32_t max_model_len;        /* rope tables reach this far */
     uint32_t rope_tables_max;      /* 1 + variants with their own rope */
     uint64_t delta_bytes;          /* arena for delta pages, page_align_bytes aligned */
+    uint32_t extra_vocab_max;      /* vocabulary rows that a variant may add, at most BD_EXTRA_VOCAB_MAX */
 } bd_backend_options;
+
+/* Columns of a row of logits: the base's vocabulary and room for what variants add. */
+static inline uint32_t bd_logits_width(const bd_backend_options *options) {
+    return options->config->vocab + options->extra_vocab_max;
+}
 
 typedef enum bd_group { BD_GROUP_QKV, BD_GROUP_O, BD_GROUP_GATE_UP, BD_GROUP_DOWN } bd_group;
 
@@ -50,6 +56,12 @@ typedef struct bd_weight_view {
     const void *data; /* not aligned */
     bool stable;
 } bd_weight_view;
+
+typedef struct bd_plane_part { /* a rectangle of a sign plane, packed as on disk */
+    uint32_t first_row, row_count, first_col, col_count; /* columns: multiples of 8 */
+    const void *src;
+    uint64_t src_stride_bytes;
+} bd_plane_part;
 
 typedef struct bd_backend_ops {
     const char *name; /* "cpu", "cuda" */
@@ -74,6 +86,14 @@ typedef struct bd_backend_ops {
      * [first_row, first_row + row_count) of a plane of n rows, so that a load may proceed piece by piece. */
     bd_status (*plane_put)(bd_backend *backend, void *dst, uint32_t n, uint32_t k, uint32_t first_row,
                            uint32_t row_count, const void *src, uint64_t src_stride_bytes, bd_error *err);
+    /* Optional: as plane_put for some of the columns, for deltas whose matrices are cut by columns. NULL: such deltas
+     * are refused. Parts of one plane may come in any order; they must not overlap. */
+    bd_status (*plane_part_put)(bd_backend *backend, void *dst, uint32_t n, uint32_t k, const bd_plane_part *part,
+                                bd_error *err);
+    /* Optional: bytes of bf16 rows (bd_overlay_rows) as they are to dst + offset. NULL: this backend takes neither
+     * matrices in full nor added vocabulary. */
+    bd_status (*rows_put)(bd_backend *backend, void *dst, uint64_t offset, const void *src, uint64_t bytes,
+                          bd_error *err);
     /* count float32 values (already converted) to dst + 4 * first. */
     bd_status (*vector_put)(bd_backend *backend, void *dst, uint64_t first, const float *src, uint64_t count,
                             bd_error *err);
@@ -94,7 +114,8 @@ typedef struct bd_backend_ops {
     /* Waits for the step; results[logits_row_count] in order of step->logits_rows. BD_E_DEVICE at the deadline. */
     bd_status (*step_wait)(bd_backend *backend, const bd_step *step, uint64_t deadline_us, bd_token_result *results,
                            bd_error *err);
-    /* After step_wait: raw logits of row `index` of the step's logits rows, [vocab] float32 (tools and tests). */
+    /* After step_wait: raw logits of row `index` of the step's logits rows, [bd_logits_width] float32, -inf past
+     * the row's own vocabulary on the cpu (tools and tests). */
     bd_status (*logits_get)(bd_backend *backend, uint32_t index, float *out, bd_error *err);
 } bd_backend_ops;
 

@@ -39,18 +39,28 @@ typedef struct bd_overlay_linear {
     const float *bias;            /* [n]; NULL: the base's */
 } bd_overlay_linear;
 
+/* Rows of the vocabulary kept whole, bf16 [rows, hidden], in blocks of block_rows (the last may be shorter), so that a
+ * block fits a delta page. */
+typedef struct bd_overlay_rows {
+    uint32_t count, block_rows; /* count 0: none */
+    const void *const *blocks;  /* [ceil(count / block_rows)] */
+} bd_overlay_rows;
+
 /* One resident variant. Owner: cache; a layer's part is immutable once ready; borrowed under a lease. */
 typedef struct bd_overlay {
     uint8_t digest[32];
     uint32_t vocab;         /* ids at and above it are -inf for this variant */
-    uint32_t extra_rows;    /* rows beyond the base's vocabulary; 0 for now unless extra_embed is set */
+    uint32_t extra_rows;    /* rows beyond the base's vocabulary: both extra_embed and extra_head have them */
     uint32_t rope_table;    /* index given by the backend's rope_table_put */
     uint32_t window_tokens;
     const bd_overlay_linear *linears; /* [layer][BD_LINEAR_COUNT] */
     /* Embedding and head in blocks of block_rows vocabulary rows (the last may be shorter), so that a block fits a
-     * delta page. Tied models: head == embed. */
+     * delta page. Tied models: head == embed, unless the variant has a head of its own, which is then coded against
+     * the base's embedding. */
     uint32_t block_rows, block_count;
     const bd_overlay_linear *embed, *head;
+    bd_overlay_rows full_embed, full_head;   /* replace all rows of the base's; their blocks above then add nothing */
+    bd_overlay_rows extra_embed, extra_head; /* rows from the base's vocabulary on */
     const float *const *norms; /* [layers + 1][BD_NORM_COUNT], NULL entries: the base's; float32 */
 } bd_overlay;
 

@@ -8,6 +8,9 @@
 
 #include "bitdelta/base/status.h"
 
+/* Vocabulary rows that a variant may add to its base's. */
+#define BD_EXTRA_VOCAB_MAX 256u
+
 #define BD_EOS_IDS_MAX 8
 #define BD_LAYERS_MAX  256
 
@@ -68,8 +71,8 @@ typedef struct bd_model_config {
 BD_MUST_CHECK bd_status bd_model_config_read(const char *dir, bd_model_config *out, bd_error *err);
 
 /* A variant's own config.json: only rope_*, max_position_embeddings, sliding_window, eos/bos/pad
- * ids and vocab_size may differ from the base's; any other difference is BD_E_MISMATCH naming the
- * field. */
+ * ids, vocab_size and tie_word_embeddings (where the tensors decide) may differ from the base's;
+ * any other difference is BD_E_MISMATCH naming the field. */
 BD_MUST_CHECK bd_status bd_model_config_read_variant(const char *dir, const bd_model_config *base,
                                                      bd_model_config *out, bd_error *err);
 

@@ -139,6 +139,10 @@ static inline bd_cpu *bd_cpu_of(bd_backend *backend) {
     return (bd_cpu *)backend;
 }
 
+static inline uint32_t bd_cpu_logits_width(const bd_cpu *cpu) {
+    return bd_logits_width(&cpu->options);
+}
+
 static inline float *bd_cpu_f32(const bd_cpu *cpu, bd_cpu_buffer which) {
     return cpu->buffers[which];
 }
@@ -201,6 +205,10 @@ uint64_t bd_cpu_plane_bytes(uint32_t n, uint32_t k);
 bd_status bd_cpu_plane_put(bd_backend *backend, void *dst, uint32_t n, uint32_t k,
                            uint32_t first_row, uint32_t row_count, const void *src,
                            uint64_t src_stride_bytes, bd_error *err);
+bd_status bd_cpu_plane_part_put(bd_backend *backend, void *dst, uint32_t n, uint32_t k,
+                                const bd_plane_part *part, bd_error *err);
+bd_status bd_cpu_rows_put(bd_backend *backend, void *dst, uint64_t offset, const void *src,
+                          uint64_t bytes, bd_error *err);
 bd_status bd_cpu_vector_put(bd_backend *backend, void *dst, uint64_t first, const float *src,
                             uint64_t count, bd_error *err);
 bd_status bd_cpu_step_begin(bd_backend *backend, const bd_step *step, bd_error *err);

@@ -19,7 +19,7 @@ static bd_status check_config(const bd_model_config *config, bd_error *err) {
         {"layers", config->layers, 1, BD_LAYERS_MAX},
         {"hidden", config->hidden, 8, 1u << 20},
         {"ffn", config->ffn, 8, 1u << 20},
-        {"vocab", config->vocab, 1, INT32_MAX},
+        {"vocab", config->vocab, 1, INT32_MAX - BD_EXTRA_VOCAB_MAX},
         {"heads", config->heads, 1, 1u << 12},
         {"kv_heads", config->kv_heads, 1, config->heads},
         {"head_dim", config->head_dim, 2, BD_CPU_HEAD_DIM_MAX},
@@ -67,6 +67,7 @@ bd_status bd_cpu_supports(const bd_backend_options *options, bd_error *err) {
         {"max_model_len", options->max_model_len, 1, INT32_MAX},
         {"rope_tables_max", options->rope_tables_max, 1, 1u << 16},
         {"thread_count", options->thread_count, 0, 4096},
+        {"extra_vocab_max", options->extra_vocab_max, 0, BD_EXTRA_VOCAB_MAX},
     };
     for (size_t i = 0; i < sizeof limits / sizeof limits[0]; i++) {
         const limit *l = &limits[i];
@@ -114,7 +115,7 @@ bool bd_cpu_sizes(const bd_backend_options *o, uint32_t workers,
     const bd_model_config *c = o->config;
     const uint64_t q_dim = (uint64_t)c->heads * c->head_dim,
                    kv_dim = (uint64_t)c->kv_heads * c->head_dim;
-    const uint64_t rows = o->rows_max, logits_rows = o->logits_rows_max;
+    const uint64_t rows = o->rows_max, logits_rows = o->logits_rows_max, width = bd_logits_width(o);
     const uint64_t kv_row_bytes = (c->head_dim + 7u) / 8u * 8u * sizeof(float);
     const uint64_t kv_tokens = (uint64_t)o->kv_block_count * o->kv_block_tokens;
     const uint32_t widest = c->ffn > c->hidden ? c->ffn : c->hidden;
@@ -137,7 +138,7 @@ bool bd_cpu_sizes(const bd_backend_options *o, uint32_t workers,
         {BD_CPU_TABLES, most_rows < BD_CPU_TABLE_ROWS_MAX ? most_rows : BD_CPU_TABLE_ROWS_MAX,
          table_bytes, 1},
         {BD_CPU_LORA, most_rows, 3ull * BD_CPU_LORA_RANK_MAX, 4},
-        {BD_CPU_LOGITS, logits_rows, c->vocab, 4},
+        {BD_CPU_LOGITS, logits_rows, width, 4},
         {BD_CPU_HEAD_IN, logits_rows, c->hidden, 4},
         {BD_CPU_KEYS, kv_tokens, (uint64_t)c->layers * c->kv_heads, kv_row_bytes},
         {BD_CPU_VALUES, kv_tokens, (uint64_t)c->layers * c->kv_heads, kv_row_bytes},
@@ -151,7 +152,7 @@ bool bd_cpu_sizes(const bd_backend_options *o, uint32_t workers,
         {BD_CPU_TILES, workers, 2ull * bd_cpu_tile_floats(), 4},
         {BD_CPU_UP, workers, rows, BD_CPU_TILE_N * 4},
         {BD_CPU_SCORES, workers, bd_cpu_scores_floats(), 4},
-        {BD_CPU_SAMPLE, workers, c->vocab, sizeof(double) + sizeof(float)},
+        {BD_CPU_SAMPLE, workers, (width + 1) / 2, 2 * (sizeof(double) + sizeof(float))},
         {BD_CPU_DELTAS, o->delta_bytes, 1, 1},
     };
     bool fits = true;
@@ -322,6 +323,8 @@ static const bd_backend_ops cpu_ops = {
     .delta_arena = bd_cpu_delta_arena,
     .plane_bytes = bd_cpu_plane_bytes,
     .plane_put = bd_cpu_plane_put,
+    .plane_part_put = bd_cpu_plane_part_put,
+    .rows_put = bd_cpu_rows_put,
     .vector_put = bd_cpu_vector_put,
     .put_flush = NULL, /* a store is visible to whoever learns of it through a queue */
     .step_begin = bd_cpu_step_begin,

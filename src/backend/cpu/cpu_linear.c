@@ -6,8 +6,9 @@
  * kernels); many base rows:  the block is expanded to float32 in cache-sized tiles, each multiplied
  * by all rows; short segments:  a base product as above, then their own bits on top (sign_dot, from
  * tables of each row's sums); long segments:   tile + planes = the variant's own weights, again
- * tile by tile. No matrix is ever expanded as a whole. Owner: the executor thread; blocks are
- * spread over the pool. */
+ * tile by tile; a head in full:  the variant's own matrix instead of the base's, read as it is. No
+ * matrix is ever expanded as a whole. Owner: the executor thread; blocks are spread over the pool.
+ */
 #include <assert.h>
 #include <math.h>
 #include <string.h>
@@ -88,11 +89,20 @@ static bool is_long(const block *b, const bd_cpu_run *run) {
     return run->table_row == BD_CPU_NO_TABLE && has_planes(b->to, run->overlay, b->n0, b->n1);
 }
 
+/* Multiplies by a head of its own and never by the base's. */
+static bool is_whole(const block *b, const bd_cpu_run *run) {
+    return b->to->linear == UINT32_MAX && run->overlay != NULL && run->overlay->full_head.count > 0;
+}
+
+static bool is_shared(const block *b, const bd_cpu_run *run) {
+    return !is_long(b, run) && !is_whole(b, run);
+}
+
 static const uint8_t *matrix_row(const bd_cpu_matrix *w, uint32_t n, uint32_t k) {
     return w->data + n * w->stride_bytes + k * bd_dtype_bytes(w->dtype);
 }
 
-/* Base product of all rows but the long runs', straight from the weights. */
+/* Base product of all rows that share it, straight from the weights. */
 static void base_direct(const block *b) {
     const linear_job *job = b->job;
     const float *x[BD_CPU_DIRECT_ROWS];
@@ -100,7 +110,7 @@ static void base_direct(const block *b) {
     uint32_t count = 0;
     for (uint32_t i = 0; i < job->run_count; i++) {
         const bd_cpu_run *run = &job->runs[i];
-        if (is_long(b, run)) continue;
+        if (!is_shared(b, run)) continue;
         for (uint32_t r = run->first; r < run->first + run->count; r++) {
             BD_ASSERT(count < BD_CPU_DIRECT_ROWS);
             x[count] = job->x + (size_t)r * job->k;
@@ -189,7 +199,7 @@ static uint32_t multiply_shared(const block *b, const float *tile, uint32_t i, u
     const linear_job *job = b->job;
     const uint32_t first = job->runs[i].first;
     uint32_t rows = 0;
-    for (; i < job->run_count && !is_long(b, &job->runs[i]); i++)
+    for (; i < job->run_count && is_shared(b, &job->runs[i]); i++)
         rows += job->runs[i].count;
     tile_multiply(b, tile, first, rows, k0, depth);
     return i;
@@ -213,7 +223,7 @@ static void base_and_long_tiled(const block *b, bool shared) {
                 tile_add_planes(b, run->overlay, own, tile, k0, depth);
                 tile_multiply(b, own, run->first, run->count, k0, depth);
                 i++;
-            } else if (shared) {
+            } else if (shared && is_shared(b, run)) {
                 i = multiply_shared(b, tile, i, k0, depth);
             } else {
                 i++;
@@ -302,22 +312,51 @@ static void finish_run(const block *b, const bd_cpu_run *run) {
     }
 }
 
+/* The head's outputs [n0, n1) of a run from rows that its overlay keeps whole; y: of the first
+ * logits row, output n0. */
+static void multiply_whole(const linear_job *job, const bd_cpu_run *run,
+                           const bd_overlay_rows *rows, uint32_t n0, uint32_t n1, float *y) {
+    const uint32_t stride = job->targets[0].y_stride, run_end = run->first + run->count;
+    const float *from[BD_CPU_DIRECT_ROWS];
+    float *to[BD_CPU_DIRECT_ROWS];
+    const size_t row_bytes = job->k * bd_dtype_bytes(BD_DTYPE_BF16);
+    for (uint32_t n = n0, end; n < n1; n = end) {
+        const uint32_t index = n / rows->block_rows, at = n % rows->block_rows,
+                       left = rows->block_rows - at;
+        end = left < n1 - n ? n + left : n1;
+        for (uint32_t r = run->first; r < run_end;) {
+            uint32_t count = 0;
+            for (; count < BD_CPU_DIRECT_ROWS && r < run_end; r++, count++) {
+                from[count] = job->x + (size_t)r * job->k;
+                to[count] = y + (size_t)r * stride + (n - n0);
+            }
+            job->cpu->kernels->dot[BD_DTYPE_BF16](
+                &(bd_cpu_dot){.x = from,
+                              .y = to,
+                              .rows = count,
+                              .n = end - n,
+                              .k = job->k,
+                              .w = (const uint8_t *)rows->blocks[index] + at * row_bytes,
+                              .stride_bytes = row_bytes});
+        }
+    }
+}
+
 static void compute_block(const block *b) {
     const linear_job *job = b->job;
     uint32_t shared_rows = 0;
     bool any_long = false;
     for (uint32_t i = 0; i < job->run_count; i++) {
-        if (is_long(b, &job->runs[i])) {
-            any_long = true;
-        } else {
-            shared_rows += job->runs[i].count;
-        }
+        if (is_long(b, &job->runs[i])) any_long = true;
+        if (is_shared(b, &job->runs[i])) shared_rows += job->runs[i].count;
     }
     const bool shared_tiled = shared_rows >= BD_CPU_DIRECT_ROWS;
     if (any_long || shared_tiled) base_and_long_tiled(b, shared_tiled);
     if (shared_rows > 0 && !shared_tiled) base_direct(b);
     for (uint32_t i = 0; i < job->run_count; i++) {
         const bd_cpu_run *run = &job->runs[i];
+        if (is_whole(b, run))
+            multiply_whole(job, run, &run->overlay->full_head, b->n0, b->n1, b->y);
         if (run->table_row != BD_CPU_NO_TABLE) add_short_signs(b, run);
         finish_run(b, run);
     }
@@ -547,18 +586,35 @@ static void cap_row(void *ctx, uint32_t index, uint32_t worker) {
     const linear_job *job = ctx;
     (void)worker;
     const bd_model_config *c = job->cpu->config;
-    float *logits = bd_cpu_row(job->cpu, BD_CPU_LOGITS, index, c->vocab);
+    const uint32_t width = bd_cpu_logits_width(job->cpu);
+    float *logits = bd_cpu_row(job->cpu, BD_CPU_LOGITS, index, width);
     uint32_t vocab = c->vocab;
     for (uint32_t i = 0; i < job->run_count; i++) {
         const bd_cpu_run *run = &job->runs[i];
         if (index < run->first || index - run->first >= run->count) continue;
-        if (run->overlay != NULL && run->overlay->vocab < vocab) vocab = run->overlay->vocab;
+        if (run->overlay != NULL) vocab = run->overlay->vocab;
     }
     for (uint32_t i = 0; c->logit_softcap > 0.0f && i < vocab; i++) {
         logits[i] = c->logit_softcap * tanhf(logits[i] / c->logit_softcap);
     }
-    for (uint32_t i = vocab; i < c->vocab; i++)
+    for (uint32_t i = vocab; i < width; i++)
         logits[i] = -INFINITY;
+}
+
+#define EXTRA_TASK_ROWS 32u
+
+/* Logits of EXTRA_TASK_ROWS added vocabulary rows of every run that has them. */
+static void extra_task(void *ctx, uint32_t index, uint32_t worker) {
+    const linear_job *job = ctx;
+    (void)worker;
+    const uint32_t n0 = index * EXTRA_TASK_ROWS;
+    float *y = job->targets[0].y + job->cpu->config->vocab + n0;
+    for (uint32_t i = 0; i < job->run_count; i++) {
+        const bd_cpu_run *run = &job->runs[i];
+        const uint32_t extra = run->overlay != NULL ? run->overlay->extra_rows : 0;
+        const uint32_t n1 = extra < n0 + EXTRA_TASK_ROWS ? extra : n0 + EXTRA_TASK_ROWS;
+        if (n0 < n1) multiply_whole(job, run, &run->overlay->extra_head, n0, n1, y);
+    }
 }
 
 bd_status bd_cpu_head(bd_backend *backend, const bd_step *step, bd_error *err) {
@@ -579,9 +635,12 @@ bd_status bd_cpu_head(bd_backend *backend, const bd_step *step, bd_error *err) {
     job.targets[job.target_count++] = (target){.w = c->tied ? &cpu->embed : &cpu->head,
                                                .linear = UINT32_MAX,
                                                .y = bd_cpu_f32(cpu, BD_CPU_LOGITS),
-                                               .y_stride = c->vocab};
+                                               .y_stride = bd_cpu_logits_width(cpu)};
     const bd_status status = run_job(&job, err);
     if (status != BD_OK) return status;
+    const uint32_t extra = cpu->options.extra_vocab_max;
+    bd_cpu_for(cpu, (extra + EXTRA_TASK_ROWS - 1) / EXTRA_TASK_ROWS,
+               (uint64_t)extra * c->hidden * job.rows, extra_task, &job);
     const uint64_t cost = c->logit_softcap > 0.0f ? 16 : 1;
     bd_cpu_for(cpu, step->logits_row_count, cost * step->logits_row_count * c->vocab, cap_row,
                &job);

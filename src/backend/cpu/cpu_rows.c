@@ -23,24 +23,44 @@ static void add_lora_row(float *out, const bd_overlay_linear *linear, uint32_t n
     }
 }
 
+/* A row of the vocabulary that the overlay keeps whole. */
+static void whole_row(const bd_cpu *cpu, float *out, const bd_overlay_rows *rows, uint32_t row) {
+    BD_ASSERT(row < rows->count);
+    const size_t row_bytes = cpu->config->hidden * bd_dtype_bytes(BD_DTYPE_BF16);
+    const uint8_t *block = rows->blocks[row / rows->block_rows];
+    cpu->kernels->to_f32(out, block + row % rows->block_rows * row_bytes, BD_DTYPE_BF16,
+                         cpu->config->hidden);
+}
+
+/* The base's row and what the overlay adds to it. */
+static void delta_row(const bd_cpu *cpu, float *out, const bd_overlay *overlay, uint32_t token) {
+    const uint32_t hidden = cpu->config->hidden;
+    cpu->kernels->to_f32(out, cpu->embed.data + token * cpu->embed.stride_bytes, cpu->embed.dtype,
+                         hidden);
+    if (overlay == NULL || overlay->embed == NULL || overlay->block_count == 0) return;
+    BD_ASSERT(overlay->block_rows > 0 && token / overlay->block_rows < overlay->block_count);
+    const bd_overlay_linear *block = &overlay->embed[token / overlay->block_rows];
+    const uint32_t n = token % overlay->block_rows;
+    for (uint32_t p = 0; p < block->plane_count; p++) {
+        const uint8_t *bits = bd_cpu_plane_at(block->planes[p].bits, hidden, n, 0);
+        cpu->kernels->add_signs(out, out, bits, hidden, block->planes[p].scale[n]);
+    }
+    add_lora_row(out, block, n, hidden);
+}
+
 static void embed_row(void *ctx, uint32_t row, uint32_t worker) {
     const row_job *job = ctx;
     bd_cpu *cpu = job->cpu;
     (void)worker;
     const uint32_t hidden = cpu->config->hidden, token = (uint32_t)job->step->tokens[row];
     float *out = bd_cpu_row(cpu, BD_CPU_RESIDUAL, row, hidden);
-    cpu->kernels->to_f32(out, cpu->embed.data + token * cpu->embed.stride_bytes, cpu->embed.dtype,
-                         hidden);
     const bd_overlay *overlay = bd_cpu_row_overlays(cpu)[row];
-    if (overlay != NULL && overlay->embed != NULL && overlay->block_count > 0) {
-        BD_ASSERT(overlay->block_rows > 0 && token / overlay->block_rows < overlay->block_count);
-        const bd_overlay_linear *block = &overlay->embed[token / overlay->block_rows];
-        const uint32_t n = token % overlay->block_rows;
-        for (uint32_t p = 0; p < block->plane_count; p++) {
-            const uint8_t *bits = bd_cpu_plane_at(block->planes[p].bits, hidden, n, 0);
-            cpu->kernels->add_signs(out, out, bits, hidden, block->planes[p].scale[n]);
-        }
-        add_lora_row(out, block, n, hidden);
+    if (token >= cpu->config->vocab) {
+        whole_row(cpu, out, &overlay->extra_embed, token - cpu->config->vocab);
+    } else if (overlay != NULL && overlay->full_embed.count > 0) {
+        whole_row(cpu, out, &overlay->full_embed, token);
+    } else {
+        delta_row(cpu, out, overlay, token);
     }
     const float scale = cpu->config->embed_scale;
     for (uint32_t i = 0; i < hidden; i++)

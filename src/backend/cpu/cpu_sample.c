@@ -198,9 +198,9 @@ static uint32_t draw(const candidates *c, const bd_sampling *sampling, double un
 
 static uint32_t choose(const bd_cpu *cpu, const float *raw, const bd_seq *seq, uint32_t position,
                        uint32_t worker, uint32_t raw_best) {
-    const uint32_t count = cpu->config->vocab;
+    const uint32_t count = bd_cpu_logits_width(cpu);
     uint8_t *scratch = (uint8_t *)cpu->buffers[BD_CPU_SAMPLE] +
-                       (size_t)worker * count * (sizeof(double) + sizeof(float));
+                       (size_t)worker * ((count + 1) / 2) * 2 * (sizeof(double) + sizeof(float));
     double *weights = (double *)(void *)scratch;
     float *logits = (float *)(void *)(scratch + (size_t)count * sizeof(double));
     memcpy(logits, raw, count * sizeof *logits);
@@ -220,7 +220,7 @@ static uint32_t choose(const bd_cpu *cpu, const float *raw, const bd_seq *seq, u
 static void sample_row(void *ctx, uint32_t index, uint32_t worker) {
     const sample_job *job = ctx;
     bd_cpu *cpu = job->cpu;
-    const uint32_t vocab = cpu->config->vocab;
+    const uint32_t vocab = bd_cpu_logits_width(cpu);
     const bd_logits_row *row = &job->step->logits_rows[index];
     const float *logits = bd_cpu_row(cpu, BD_CPU_LOGITS, index, vocab);
     bd_token_result *result = (bd_token_result *)cpu->buffers[BD_CPU_RESULTS] + index;
@@ -243,8 +243,8 @@ bd_status bd_cpu_sample(bd_backend *backend, const bd_step *step, bd_error *err)
     (void)err;
     bd_cpu *cpu = bd_cpu_of(backend);
     sample_job job = {cpu, step};
-    bd_cpu_for(cpu, step->logits_row_count, 32ull * step->logits_row_count * cpu->config->vocab,
-               sample_row, &job);
+    bd_cpu_for(cpu, step->logits_row_count,
+               32ull * step->logits_row_count * bd_cpu_logits_width(cpu), sample_row, &job);
     cpu->sampled_step = step->id;
     return BD_OK;
 }

@@ -10,14 +10,13 @@ static void check_rows(const bd_cpu *cpu, const bd_step *step) {
     BD_ASSERT(step->seq_count >= 1 && step->seq_count <= cpu->options.seqs_max);
     BD_ASSERT(step->logits_row_count <= cpu->options.logits_rows_max);
     for (uint32_t r = 0; r < step->row_count; r++) {
-        BD_ASSERT(step->tokens[r] >= 0 && (uint32_t)step->tokens[r] < cpu->config->vocab);
         BD_ASSERT(step->positions[r] < cpu->options.max_model_len);
         BD_ASSERT(step->seq_of_row[r] < step->seq_count);
     }
     for (uint32_t i = 0; i < step->logits_row_count; i++) {
         const bd_logits_row *l = &step->logits_rows[i];
         BD_ASSERT(l->row < step->row_count && l->seq < step->seq_count);
-        BD_ASSERT(l->target < 0 || (uint32_t)l->target < cpu->config->vocab);
+        BD_ASSERT(l->target < 0 || (uint32_t)l->target < bd_cpu_logits_width(cpu));
         BD_ASSERT(l->top_count <= BD_TOP_MAX);
     }
 }
@@ -37,9 +36,19 @@ static void check_seqs(const bd_cpu *cpu, const bd_step *step) {
             BD_ASSERT(step->seq_of_row[seq->first_row + r] == s);
         for (uint32_t e = 0; e < seq->edit_count; e++) {
             BD_ASSERT(seq->edits[e].token >= 0 &&
-                      (uint32_t)seq->edits[e].token < cpu->config->vocab);
+                      (uint32_t)seq->edits[e].token < bd_cpu_logits_width(cpu));
         }
     }
+}
+
+static void check_overlay(const bd_cpu *cpu, const bd_overlay *overlay) {
+    const uint32_t extra = overlay->extra_rows;
+    BD_ASSERT(overlay->rope_table < cpu->options.rope_tables_max);
+    BD_ASSERT(extra <= cpu->options.extra_vocab_max &&
+              overlay->vocab <= cpu->config->vocab + extra);
+    BD_ASSERT(overlay->extra_embed.count == extra && overlay->extra_head.count == extra);
+    BD_ASSERT(overlay->full_embed.count == 0 || overlay->full_embed.count == cpu->config->vocab);
+    BD_ASSERT(overlay->full_head.count == 0 || overlay->full_head.count == cpu->config->vocab);
 }
 
 static void fill_runs(bd_cpu *cpu, const bd_step *step) {
@@ -52,13 +61,13 @@ static void fill_runs(bd_cpu *cpu, const bd_step *step) {
         BD_ASSERT(segment->overlay >= -1 && segment->overlay < (int64_t)step->overlay_count);
         if (segment->row_count == 0) continue;
         const bd_overlay *overlay = segment->overlay < 0 ? NULL : step->overlays[segment->overlay];
-        if (overlay != NULL) {
-            BD_ASSERT(overlay->rope_table < cpu->options.rope_tables_max);
-            BD_ASSERT(overlay->extra_rows == 0);
-        }
+        const uint32_t vocab = cpu->config->vocab + (overlay != NULL ? overlay->extra_rows : 0);
+        if (overlay != NULL) check_overlay(cpu, overlay);
         runs[count++] = (bd_cpu_run){overlay, row, segment->row_count, BD_CPU_NO_TABLE};
-        for (uint32_t r = 0; r < segment->row_count; r++)
-            of_row[row + r] = overlay;
+        for (uint32_t r = row; r < row + segment->row_count; r++) {
+            BD_ASSERT(step->tokens[r] >= 0 && (uint32_t)step->tokens[r] < vocab);
+            of_row[r] = overlay;
+        }
         row += segment->row_count;
     }
     BD_ASSERT(row == step->row_count);
@@ -133,7 +142,7 @@ bd_status bd_cpu_logits_get(bd_backend *backend, uint32_t index, float *out, bd_
     if (index >= cpu->result_count) {
         return bd_fail(err, BD_E_ARGUMENT, "logits", "row %u of %u", index, cpu->result_count);
     }
-    memcpy(out, bd_cpu_row(cpu, BD_CPU_LOGITS, index, cpu->config->vocab),
-           cpu->config->vocab * sizeof *out);
+    const uint32_t width = bd_cpu_logits_width(cpu);
+    memcpy(out, bd_cpu_row(cpu, BD_CPU_LOGITS, index, width), width * sizeof *out);
     return BD_OK;
 }

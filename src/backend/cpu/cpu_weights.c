@@ -225,6 +225,43 @@ bd_status bd_cpu_plane_put(bd_backend *backend, void *dst, uint32_t n, uint32_t 
     return BD_OK;
 }
 
+/* Byte by byte: a part may begin and end inside a word of its row. Whoever puts a row's last byte
+ * clears what is left of that word. */
+static void put_bytes(uint8_t *row, const uint8_t *from, uint32_t first, uint32_t count,
+                      uint32_t row_bytes) {
+    for (uint32_t i = 0; i < count; i++) {
+        const uint32_t at = first + i;
+        row[at / 4u * BD_CPU_PLANE_STEP + at % 4u] = (uint8_t)~from[i];
+    }
+    for (uint32_t at = first + count; at == row_bytes && row_bytes % 4u != 0; at = ++row_bytes) {
+        row[at / 4u * BD_CPU_PLANE_STEP + at % 4u] = 0;
+    }
+}
+
+bd_status bd_cpu_plane_part_put(bd_backend *backend, void *dst, uint32_t n, uint32_t k,
+                                const bd_plane_part *part, bd_error *err) {
+    (void)backend;
+    (void)err;
+    BD_ASSERT(k % 8u == 0 && part->first_row <= n && part->row_count <= n - part->first_row);
+    BD_ASSERT(part->first_col % 8u == 0 && part->col_count % 8u == 0);
+    BD_ASSERT(part->first_col <= k && part->col_count <= k - part->first_col);
+    const uint32_t words = bd_cpu_plane_words(k);
+    for (uint32_t r = 0; r < part->row_count; r++) {
+        uint8_t *row = (uint8_t *)dst + bd_cpu_plane_offset(words, part->first_row + r, 0);
+        const uint8_t *from = (const uint8_t *)part->src + r * part->src_stride_bytes;
+        put_bytes(row, from, part->first_col / 8u, part->col_count / 8u, k / 8u);
+    }
+    return BD_OK;
+}
+
+bd_status bd_cpu_rows_put(bd_backend *backend, void *dst, uint64_t offset, const void *src,
+                          uint64_t bytes, bd_error *err) {
+    (void)backend;
+    (void)err;
+    if (bytes > 0) memcpy((uint8_t *)dst + offset, src, (size_t)bytes);
+    return BD_OK;
+}
+
 bd_status bd_cpu_vector_put(bd_backend *backend, void *dst, uint64_t first, const float *src,
                             uint64_t count, bd_error *err) {
     (void)backend;

@@ -47,6 +47,7 @@ const bd_backend_ops *bd_backend_cuda_ops(void) {
         .delta_arena = cuda_delta_arena,
         .plane_bytes = cuda_plane_bytes,
         .plane_put = cuda_plane_put,
+        .plane_part_put = cuda_plane_part_put,
         .vector_put = cuda_vector_put,
         .put_flush = cuda_put_flush,
         .step_begin = cuda_step_begin,

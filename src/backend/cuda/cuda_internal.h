@@ -103,6 +103,8 @@ uint64_t cuda_plane_bytes(uint32_t n, uint32_t k);
 bd_status cuda_plane_put(bd_backend *backend, void *dst, uint32_t n, uint32_t k, uint32_t first_row,
                          uint32_t row_count, const void *src, uint64_t src_stride_bytes,
                          bd_error *err);
+bd_status cuda_plane_part_put(bd_backend *backend, void *dst, uint32_t n, uint32_t k,
+                              const bd_plane_part *part, bd_error *err);
 bd_status cuda_vector_put(bd_backend *backend, void *dst, uint64_t first, const float *src,
                           uint64_t count, bd_error *err);
 bd_status cuda_put_flush(bd_backend *backend, bd_error *err);

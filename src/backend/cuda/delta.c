@@ -39,39 +39,60 @@ uint64_t cuda_plane_bytes(uint32_t n, uint32_t k) {
     return k_sign_bytes(n, k);
 }
 
-bd_status cuda_plane_put(bd_backend *backend, void *dst, uint32_t n, uint32_t k, uint32_t first_row,
-                         uint32_t row_count, const void *src, uint64_t src_stride_bytes,
-                         bd_error *err) {
-    bd_cuda *cuda = cuda_of(backend);
-    const uint32_t row_bytes = k / 8, rows_per = CUDA_STAGING_BYTES / row_bytes;
-    BD_ASSERT(first_row + row_count <= n);
+/* Rows of the part, as many at a time as the staging holds. */
+static bd_status put_part(bd_cuda *cuda, uint8_t *dst, uint32_t k, const bd_plane_part *part,
+                          bd_error *err) {
+    const uint32_t row_bytes = part->col_count / 8, rows_per = CUDA_STAGING_BYTES / row_bytes;
     bd_status s = cuda_check(cuda, cudaSetDevice(cuda->device), "device", err);
-    for (uint32_t row = 0; s == BD_OK && row < row_count; row += rows_per) {
-        const uint32_t count = row_count - row < rows_per ? row_count - row : rows_per;
+    for (uint32_t row = 0; s == BD_OK && row < part->row_count; row += rows_per) {
+        const uint32_t left = part->row_count - row, count = left < rows_per ? left : rows_per;
+        const k_plane_part piece = {part->first_row + row, count, part->first_col, part->col_count};
         cuda_staging *staging = &cuda->delta_staging;
         uint32_t half;
         if ((s = cuda_staging_next(cuda, staging, &half, err)) != BD_OK) return s;
-        const uint8_t *from = (const uint8_t *)src + row * src_stride_bytes;
-        if (src_stride_bytes == row_bytes)
+        const uint8_t *from = (const uint8_t *)part->src + row * part->src_stride_bytes;
+        if (part->src_stride_bytes == row_bytes)
             memcpy(staging->host[half], from, (size_t)count * row_bytes);
         else
             for (uint32_t i = 0; i < count; i++)
-                memcpy(staging->host[half] + (size_t)i * row_bytes, from + i * src_stride_bytes,
-                       row_bytes);
+                memcpy(staging->host[half] + (size_t)i * row_bytes,
+                       from + i * part->src_stride_bytes, row_bytes);
         s = cuda_check(cuda,
                        cudaMemcpyAsync(staging->device[half], staging->host[half],
                                        (size_t)count * row_bytes, cudaMemcpyHostToDevice,
                                        cuda->copy),
                        "upload of a delta", err);
         if (s != BD_OK) return s;
-        s = cuda_check(cuda,
-                       k_repack(dst, staging->device[half], k, first_row + row, count, cuda->copy),
+        s = cuda_check(cuda, k_repack_part(dst, staging->device[half], k, &piece, cuda->copy),
                        "repack", err);
         if (s != BD_OK) return s;
         s = cuda_check(cuda, cudaEventRecord(staging->done[half], cuda->copy), "upload of a delta",
                        err);
     }
     return s;
+}
+
+bd_status cuda_plane_put(bd_backend *backend, void *dst, uint32_t n, uint32_t k, uint32_t first_row,
+                         uint32_t row_count, const void *src, uint64_t src_stride_bytes,
+                         bd_error *err) {
+    const bd_plane_part part = {.first_row = first_row,
+                                .row_count = row_count,
+                                .col_count = k,
+                                .src = src,
+                                .src_stride_bytes = src_stride_bytes};
+    BD_ASSERT(first_row + row_count <= n);
+    return put_part(cuda_of(backend), dst, k, &part, err);
+}
+
+bd_status cuda_plane_part_put(bd_backend *backend, void *dst, uint32_t n, uint32_t k,
+                              const bd_plane_part *part, bd_error *err) {
+    BD_ASSERT(part->first_row + part->row_count <= n && part->first_col + part->col_count <= k);
+    if (part->first_col % 64 || (part->col_count % 64 && part->first_col + part->col_count != k))
+        return bd_fail(err, BD_E_UNSUPPORTED, "shards",
+                       "columns %u to %u of %u: the CUDA backend reads shards cut at multiples of "
+                       "64 columns",
+                       part->first_col, part->first_col + part->col_count, k);
+    return put_part(cuda_of(backend), dst, k, part, err);
 }
 
 bd_status cuda_vector_put(bd_backend *backend, void *dst, uint64_t first, const float *src,

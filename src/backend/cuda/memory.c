@@ -33,6 +33,9 @@ bd_status cuda_supports(const bd_backend_options *options, bd_error *err) {
     if (options->rank_count != 1)
         return bd_fail(err, BD_E_UNSUPPORTED, "tensor_parallel",
                        "the CUDA backend runs on one GPU, %u were asked for", options->rank_count);
+    if (options->extra_vocab_max > 0)
+        return bd_fail(err, BD_E_UNSUPPORTED, "extra_vocab_max",
+                       "the CUDA backend has no room for added vocabulary");
     if (config->head_dim > 256 || config->head_dim % 2)
         return bd_fail(err, BD_E_UNSUPPORTED, "head_dim",
                        "the CUDA backend takes an even head_dim up to 256, not %u",
