@@ -50,24 +50,48 @@ static split split_of(const char *name) {
     return SPLIT_ROWS;
 }
 
-/* Is [rows, cols] the part of the weight that shard `index` of `shards` holds? */
-static bool shard_shape_fits(const bd_delta_entry *e, uint32_t index, uint32_t shards,
-                             uint64_t rows, uint64_t cols) {
-    const uint64_t n = e->shape[0], k = e->shape[1];
-    if (shards == 1) return rows == n && cols == k;
-    switch (split_of(e->name)) {
+bool bd_delta_is_table(const char *name) {
+    return split_of(name) == SPLIT_ROWS_PADDED;
+}
+
+bool bd_delta_part_of(const char *name, const uint64_t shape[2], uint32_t index, uint32_t shards,
+                      uint64_t kv_parts, bd_delta_part *out) {
+    const uint64_t n = shape[0], k = shape[1];
+    *out = (bd_delta_part){.rows = n, .cols = k};
+    if (shards == 1) return true;
+    uint64_t parts = shards;
+    switch (split_of(name)) {
     case SPLIT_COLS:
-        return rows == n && k % shards == 0 && cols == k / shards;
-    case SPLIT_KV_ROWS: /* heads are repeated where there are fewer of them than shards */
-        return cols == k && rows > 0 && n % rows == 0 && rows * shards >= n;
+        if (k % (8 * (uint64_t)shards) != 0) return false;
+        out->cols = k / shards;
+        out->first_col = index * out->cols;
+        return true;
     case SPLIT_ROWS_PADDED: {
         const uint64_t each = (n + shards - 1) / shards, first = each * index;
-        return cols == k && rows == (first >= n ? 0 : n - first < each ? n - first : each);
+        out->first_row = first < n ? first : n;
+        out->rows = n - out->first_row < each ? n - out->first_row : each;
+        return true;
     }
+    case SPLIT_KV_ROWS: /* heads are repeated where there are fewer of them than shards */
+        parts = kv_parts;
+        break;
     case SPLIT_ROWS:
         break;
     }
-    return cols == k && n % shards == 0 && rows == n / shards;
+    if (parts == 0 || shards % parts != 0 || n % parts != 0) return false;
+    out->rows = n / parts;
+    out->first_row = index * parts / shards * out->rows;
+    out->repeated = index % (shards / parts) != 0;
+    return true;
+}
+
+/* Is [rows, cols] the part of the weight that shard `index` of `shards` holds? */
+static bool shard_shape_fits(const bd_delta_entry *e, uint32_t index, uint32_t shards,
+                             uint64_t rows, uint64_t cols) {
+    bd_delta_part part;
+    const uint64_t kv_parts = rows > 0 && e->shape[0] % rows == 0 ? e->shape[0] / rows : 0;
+    return bd_delta_part_of(e->name, e->shape, index, shards, kv_parts, &part) &&
+           part.rows == rows && part.cols == cols;
 }
 
 static bd_status fault(const bd_delta *d, uint32_t index, const char *name, bd_error *err,
@@ -102,6 +126,12 @@ static bd_status check_full(const bd_delta *d, uint32_t index, const bd_safetens
     if (!t) return fault(d, index, e->name, err, "is missing");
     if (t->dtype == BD_DTYPE_U8 || t->dtype == BD_DTYPE_OTHER) {
         return fault(d, index, e->name, err, "is not F32, BF16 or F16");
+    }
+    if (e->rank == 2 && bd_delta_is_table(e->name)) {
+        if (t->dtype == BD_DTYPE_BF16 && t->rank == 2 &&
+            shard_shape_fits(e, index, d->shard_count, t->shape[0], t->shape[1]))
+            return BD_OK;
+        return fault(d, index, e->name, err, "is not BF16 of the shape that delta.json says");
     }
     if (t->rank != e->rank || memcmp(t->shape, e->shape, e->rank * sizeof e->shape[0]) != 0) {
         return fault(d, index, e->name, err, "does not have the shape that delta.json says");

@@ -64,13 +64,20 @@ void bd_layout_init(bd_layout *layout, const bd_model_config *config, const bd_b
     layout->block_count = (config->vocab + layout->block_rows - 1) / layout->block_rows;
     layout->block_scales =
         round_up(ops->plane_bytes(layout->block_rows, config->hidden), PART_ALIGN);
-    BD_ASSERT(layout->block_scales + 4 * (uint64_t)layout->block_rows <= layout->page_bytes);
+    layout->whole_rows = (uint32_t)(layout->page_bytes / (2 * (uint64_t)config->hidden));
+    if (layout->whole_rows > config->vocab) layout->whole_rows = config->vocab;
+    BD_ASSERT(layout->whole_rows > 0 &&
+              layout->block_scales + 4 * (uint64_t)layout->block_rows <= layout->page_bytes);
 }
 
 uint32_t bd_layout_block_rows(const bd_layout *layout, const bd_model_config *config,
                               uint32_t index) {
     const uint32_t left = config->vocab - index * layout->block_rows;
     return left < layout->block_rows ? left : layout->block_rows;
+}
+
+uint32_t bd_layout_whole_pages(const bd_layout *layout, uint64_t rows) {
+    return (uint32_t)((rows + layout->whole_rows - 1) / layout->whole_rows);
 }
 
 uint64_t bd_overlay_page_bytes(const bd_model_config *config, const bd_backend_ops *ops) {
@@ -85,4 +92,35 @@ uint32_t bd_overlay_pages_per_variant(const bd_model_config *config, const bd_ba
     bd_layout_init(&layout, config, ops);
     const uint32_t blocks = with_embeddings ? layout.block_count * (config->tied ? 1 : 2) : 0;
     return planes * (config->layers + blocks);
+}
+
+uint32_t bd_overlay_extra_pages(const bd_model_config *config, const bd_backend_ops *ops,
+                                uint32_t rows) {
+    bd_layout layout;
+    bd_layout_init(&layout, config, ops);
+    return bd_layout_whole_pages(&layout, rows);
+}
+
+uint32_t bd_layout_table_pages(const bd_layout *layout, const bd_delta *delta,
+                               const bd_delta_entry *entry, uint32_t *extra_at) {
+    const uint32_t own = entry->kind == BD_DELTA_FULL
+                             ? bd_layout_whole_pages(layout, entry->shape[0])
+                             : layout->block_count * delta->bits;
+    if (extra_at) *extra_at = own;
+    return own + bd_layout_whole_pages(layout, entry->extra_rows);
+}
+
+uint32_t bd_overlay_pages_of(const bd_model_config *config, const bd_backend_ops *ops,
+                             const bd_delta *delta) {
+    bd_layout layout;
+    bd_layout_init(&layout, config, ops);
+    uint32_t pages = config->layers * delta->bits;
+    for (uint32_t i = 0; i < delta->entry_count; i++) {
+        const bd_delta_entry *entry = &delta->entries[i];
+        bd_weight_id id;
+        if (entry->shape[0] == config->vocab && bd_table_parse(entry->name, &id)) {
+            pages += bd_layout_table_pages(&layout, delta, entry, NULL);
+        }
+    }
+    return pages;
 }

@@ -40,6 +40,7 @@ static bd_status fill(const bd_model_options *options, const bd_model_config *co
             options->kv_block_tokens ? options->kv_block_tokens : KV_BLOCK_TOKENS_DEFAULT,
         .max_model_len = options->max_model_len ? options->max_model_len : config->max_positions,
         .rope_tables_max = options->rope_tables_max ? options->rope_tables_max : 1,
+        .extra_vocab_max = options->ops->rows_put ? options->extra_vocab_max : 0,
     };
     if (out->rank_count != 1 || out->rank != 0) {
         return bd_fail(err, BD_E_UNSUPPORTED, "tensor_parallel",
@@ -58,11 +59,12 @@ static bd_status fill(const bd_model_options *options, const bd_model_config *co
 }
 
 static bd_status delta_bytes(const bd_model_options *options, const bd_model_config *config,
-                             uint64_t *bytes, bd_error *err) {
+                             uint32_t extra_rows, uint64_t *bytes, bd_error *err) {
     uint64_t pages = options->delta_pages;
     if (pages == 0) {
         pages = (uint64_t)options->delta_slots *
-                bd_overlay_pages_per_variant(config, options->ops, 1, true);
+                (bd_overlay_pages_per_variant(config, options->ops, 1, true) +
+                 bd_overlay_extra_pages(config, options->ops, extra_rows) * (config->tied ? 1 : 2));
     }
     if (__builtin_mul_overflow(pages, bd_overlay_page_bytes(config, options->ops), bytes)) {
         return bd_fail(err, BD_E_LIMIT, "slots", "%llu delta pages are more than can be addressed",
@@ -107,7 +109,8 @@ static bd_status kv_blocks(const bd_model_options *options, bd_backend_options *
 bd_status bd_model_size(const bd_model_options *options, const bd_model_config *config,
                         bd_backend_options *backend, bd_memory_plan *plan, bd_error *err) {
     bd_status s = fill(options, config, backend, err);
-    if (s == BD_OK) s = delta_bytes(options, config, &backend->delta_bytes, err);
+    if (s == BD_OK)
+        s = delta_bytes(options, config, backend->extra_vocab_max, &backend->delta_bytes, err);
     backend->kv_block_count = 1;
     if (s == BD_OK) s = options->ops->supports(backend, err);
     if (s == BD_OK) s = kv_blocks(options, backend, err);

@@ -102,6 +102,10 @@ const bd_memory_plan *bd_model_memory(const bd_model *model) {
     return &model->memory;
 }
 
+uint32_t bd_model_logits_width(const bd_model *model) {
+    return bd_logits_width(&model->backend_options);
+}
+
 uint32_t bd_model_page_count(const bd_model *model) {
     return (uint32_t)(model->backend_options.delta_bytes /
                       bd_overlay_page_bytes(&model->config, model->ops));

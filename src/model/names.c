@@ -134,15 +134,19 @@ static bool parse_layer_part(const bd_model_config *config, const char *text, bd
     return false;
 }
 
+bool bd_table_parse(const char *name, bd_weight_id *out) {
+    const bool head = strcmp(name, "lm_head.weight") == 0;
+    if (!head && strcmp(name, "model.embed_tokens.weight") != 0) return false;
+    *out = (bd_weight_id){.kind = head ? BD_WEIGHT_HEAD : BD_WEIGHT_EMBED};
+    return true;
+}
+
 bool bd_weight_parse(const bd_model_config *config, const char *name, bd_weight_id *out) {
     static const char prefix[] = "model.layers.";
-    bd_weight_id id = {.kind = BD_WEIGHT_EMBED};
+    bd_weight_id id = {0};
     bool known = false;
-    if (strcmp(name, "model.embed_tokens.weight") == 0) {
-        known = true;
-    } else if (strcmp(name, "lm_head.weight") == 0) {
-        id.kind = BD_WEIGHT_HEAD;
-        known = !config->tied;
+    if (bd_table_parse(name, &id)) {
+        known = id.kind == BD_WEIGHT_EMBED || !config->tied;
     } else if (strcmp(name, "model.norm.weight") == 0) {
         id =
             (bd_weight_id){.kind = BD_WEIGHT_NORM, .layer = config->layers, .which = BD_NORM_INPUT};

@@ -16,5 +16,8 @@ bool bd_weight_shape(const bd_model_config *config, bd_weight_id id, uint32_t *r
 void bd_weight_name(const bd_model_config *config, bd_weight_id id, char *out, size_t out_bytes);
 /* The reverse. False: not a weight of this model. */
 bool bd_weight_parse(const bd_model_config *config, const char *name, bd_weight_id *out);
+/* True and *out when the name is the embedding's or the head's: a delta may have a head of its own
+ * also where the base's is tied. */
+bool bd_table_parse(const char *name, bd_weight_id *out);
 
 #endif

@@ -13,23 +13,57 @@ typedef struct overlay_box {
     bd_overlay_linear *linears;      /* [layer][BD_LINEAR_COUNT] */
     bd_overlay_linear *embed, *head; /* [block]; the same for tied models */
     const float **norms;             /* [layers + 1][BD_NORM_COUNT] */
+    const void **whole[4];           /* pages of rows: full embedding and head, added ones */
     bool rope_held;
 } overlay_box;
 
-static bd_status box_create(bd_model *model, const bd_layout *layout, overlay_box **out,
+enum { FULL_EMBED, FULL_HEAD, EXTRA_EMBED, EXTRA_HEAD };
+
+static bd_overlay_rows rows_of(const overlay_box *box, uint32_t which, uint32_t count,
+                               const bd_layout *layout) {
+    return (bd_overlay_rows){
+        .count = count, .block_rows = layout->whole_rows, .blocks = box->whole[which]};
+}
+
+/* Without a head of its own a tied model's is its embedding. */
+static void describe_whole(overlay_box *box, const bd_plan_storage *storage) {
+    const bd_layout *layout = &storage->layout;
+    const uint32_t vocab = box->model->config.vocab;
+    bd_overlay *overlay = &box->overlay;
+    overlay->extra_rows = storage->extra_rows;
+    overlay->full_embed = rows_of(box, FULL_EMBED, storage->full_embed ? vocab : 0, layout);
+    overlay->full_head = rows_of(box, FULL_HEAD, storage->full_head ? vocab : 0, layout);
+    overlay->extra_embed = rows_of(box, EXTRA_EMBED, storage->extra_rows, layout);
+    overlay->extra_head = rows_of(box, EXTRA_HEAD, storage->extra_rows, layout);
+    if (storage->own_head || !box->model->config.tied) return;
+    overlay->full_head = overlay->full_embed;
+    overlay->extra_head = overlay->extra_embed;
+}
+
+static bd_status box_create(bd_model *model, const bd_plan_storage *storage, overlay_box **out,
                             bd_error *err) {
     const bd_model_config *config = &model->config;
+    const bd_layout *layout = &storage->layout;
+    const bool shared = config->tied && !storage->own_head;
+    const size_t full_pages = bd_layout_whole_pages(layout, config->vocab),
+                 extra_pages = bd_layout_whole_pages(layout, storage->extra_rows);
     const size_t linears = (size_t)config->layers * BD_LINEAR_COUNT;
-    const size_t tables = (size_t)layout->block_count * (config->tied ? 1 : 2);
+    const size_t tables = (size_t)layout->block_count * (shared ? 1 : 2);
     const size_t norms = ((size_t)config->layers + 1) * BD_NORM_COUNT;
-    overlay_box *box = calloc(1, sizeof *box + (linears + tables) * sizeof *box->linears +
-                                     norms * sizeof *box->norms);
+    overlay_box *box =
+        calloc(1, sizeof *box + (linears + tables) * sizeof *box->linears +
+                      norms * sizeof *box->norms + 2 * (full_pages + extra_pages) * sizeof(void *));
     if (!box) return bd_fail(err, BD_E_MEMORY, NULL, "no memory for an overlay");
     box->model = model;
     box->linears = (bd_overlay_linear *)(box + 1);
     box->embed = box->linears + linears;
-    box->head = config->tied ? box->embed : box->embed + layout->block_count;
+    box->head = shared ? box->embed : box->embed + layout->block_count;
     box->norms = (const float **)(box->linears + linears + tables);
+    const void **whole = (const void **)(box->norms + norms);
+    box->whole[FULL_EMBED] = whole;
+    box->whole[FULL_HEAD] = whole + full_pages;
+    box->whole[EXTRA_EMBED] = whole + 2 * full_pages;
+    box->whole[EXTRA_HEAD] = whole + 2 * full_pages + extra_pages;
     box->overlay = (bd_overlay){
         .vocab = config->vocab,
         .window_tokens = config->window_tokens,
@@ -40,6 +74,7 @@ static bd_status box_create(bd_model *model, const bd_layout *layout, overlay_bo
         .head = box->head,
         .norms = box->norms,
     };
+    describe_whole(box, storage);
     *out = box;
     return BD_OK;
 }
@@ -51,6 +86,12 @@ static bd_overlay_linear *linear_of(overlay_box *box, const bd_piece_target *tar
 }
 
 static void point(overlay_box *box, const bd_piece_target *target, const uint8_t *at) {
+    const bool head = target->id.kind == BD_WEIGHT_HEAD;
+    if (target->part == BD_PART_FULL || target->part == BD_PART_EXTRA) {
+        const int first = target->part == BD_PART_FULL ? FULL_EMBED : EXTRA_EMBED;
+        box->whole[first + (head ? 1 : 0)][target->block] = at;
+        return;
+    }
     const float *vector = (const float *)(const void *)at; /* parts are 64-byte aligned */
     if (target->id.kind == BD_WEIGHT_NORM) {
         box->norms[(size_t)target->id.layer * BD_NORM_COUNT + target->id.which] = vector;
@@ -59,7 +100,7 @@ static void point(overlay_box *box, const bd_piece_target *target, const uint8_t
     bd_overlay_linear *linear = linear_of(box, target);
     if (target->id.kind == BD_WEIGHT_BIAS) {
         linear->bias = vector;
-    } else if (target->scale) {
+    } else if (target->part == BD_PART_SCALES) {
         linear->planes[target->plane].scale = vector;
     } else {
         linear->planes[target->plane].bits = at;
@@ -68,20 +109,28 @@ static void point(overlay_box *box, const bd_piece_target *target, const uint8_t
     }
 }
 
+/* Added rows and the vocabulary that config.json says must agree. */
+static bd_status check_vocab(const overlay_box *box, const char *path, uint32_t vocab,
+                             bd_error *err) {
+    const uint32_t base = box->model->config.vocab, extra = box->overlay.extra_rows;
+    if (vocab > base ? vocab - base == extra : extra == 0) return BD_OK;
+    return bd_fail(err, BD_E_MISMATCH, "vocab_size",
+                   "%s: vocab_size %u, but the base has %u rows and the delta adds %u", path, vocab,
+                   base, extra);
+}
+
 /* What a variant's own config.json changes. */
 static bd_status apply_config(overlay_box *box, const bd_delta *delta, bd_error *err) {
     const bd_model_config *base = &box->model->config;
     char path[1200];
     bd_model_config own;
     bd_status s = bd_path_join(path, sizeof path, delta->dir, "config.json", err);
-    if (s != BD_OK || !bd_file_exists(path)) return s;
+    if (s != BD_OK) return s;
+    if (!bd_file_exists(path)) return check_vocab(box, delta->dir, base->vocab, err);
     s = bd_model_config_read_variant(delta->dir, base, &own, err);
     if (s != BD_OK) return s;
-    if (own.vocab > base->vocab) {
-        return bd_fail(err, BD_E_UNSUPPORTED, "vocab_size",
-                       "%s: vocab_size %u is more than the base's %u", path, own.vocab,
-                       base->vocab);
-    }
+    s = check_vocab(box, path, own.vocab, err);
+    if (s != BD_OK) return s;
     if (own.window_tokens != 0 && base->window_tokens == 0) {
         return bd_fail(err, BD_E_UNSUPPORTED, "sliding_window",
                        "%s: a sliding window of %u where the base has none", path,
@@ -103,7 +152,7 @@ bd_status bd_overlay_create(bd_model *model, const bd_delta *delta, const bd_ove
     const bd_plan_storage *storage = plan->storage;
     overlay_box *box = NULL;
     *out = NULL;
-    bd_status s = box_create(model, &storage->layout, &box, err);
+    bd_status s = box_create(model, storage, &box, err);
     if (s != BD_OK) return s;
     memcpy(box->overlay.digest, delta->digest, sizeof box->overlay.digest);
     for (uint32_t i = 0; i < plan->piece_count; i++) {

@@ -23,7 +23,7 @@ struct bd_overlay_feed {
 };
 
 static uint64_t unit_bytes(const bd_overlay_piece *piece) {
-    return piece->kind == BD_PIECE_BITS ? piece->row_bytes : bd_dtype_bytes(piece->dtype);
+    return piece->kind == BD_PIECE_FLOATS ? bd_dtype_bytes(piece->dtype) : piece->row_bytes;
 }
 
 bd_status bd_overlay_feed_create(bd_model *model, const bd_overlay_plan *plan, void *const *pages,
@@ -69,21 +69,48 @@ static bd_status put_floats(bd_overlay_feed *feed, const bd_overlay_piece *piece
                                (unsigned long long)(first + at + i), piece->tensor);
             }
         }
-        const bd_status s = ops->vector_put(feed->model->backend, dst, first + at, values, n, err);
+        const bd_status s = ops->vector_put(feed->model->backend, dst,
+                                            piece->first_row + first + at, values, n, err);
         if (s != BD_OK) return s;
         at += n;
     }
     return BD_OK;
 }
 
+/* Whole rows of bf16 values, as they are. */
+static bd_status put_rows(bd_overlay_feed *feed, const bd_overlay_piece *piece, uint64_t first,
+                          const uint8_t *data, uint64_t count, bd_error *err) {
+    const uint64_t bytes = count * piece->row_bytes;
+    uint8_t *dst = (uint8_t *)feed->pages[piece->page] + piece->page_offset_bytes;
+    for (uint64_t i = 0; i < bytes; i += 2) {
+        if ((data[i + 1] & 0x7f) != 0x7f || (data[i] & 0x80) == 0) continue;
+        return bd_fail(err, BD_E_FORMAT, piece->tensor, "row %llu of a page of %s is not finite",
+                       (unsigned long long)(piece->first_row + first + i / piece->row_bytes),
+                       piece->tensor);
+    }
+    return feed->model->ops->rows_put(
+        feed->model->backend, dst, (piece->first_row + first) * piece->row_bytes, data, bytes, err);
+}
+
 static bd_status put_units(bd_overlay_feed *feed, const bd_overlay_piece *piece, uint64_t first,
                            const uint8_t *data, uint64_t count, bd_error *err) {
     if (count == 0) return BD_OK;
     if (piece->kind == BD_PIECE_FLOATS) return put_floats(feed, piece, first, data, count, err);
+    if (piece->kind == BD_PIECE_ROWS) return put_rows(feed, piece, first, data, count, err);
+    const bd_backend_ops *ops = feed->model->ops;
     uint8_t *dst = (uint8_t *)feed->pages[piece->page] + piece->page_offset_bytes;
-    return feed->model->ops->plane_put(feed->model->backend, dst, piece->n, piece->k,
-                                       (uint32_t)first, (uint32_t)count, data, piece->row_bytes,
-                                       err);
+    const bd_plane_part part = {
+        .first_row = piece->first_row + (uint32_t)first,
+        .row_count = (uint32_t)count,
+        .first_col = piece->first_col,
+        .col_count = (uint32_t)(8 * piece->row_bytes),
+        .src = data,
+        .src_stride_bytes = piece->row_bytes,
+    };
+    if (part.col_count != piece->k)
+        return ops->plane_part_put(feed->model->backend, dst, piece->n, piece->k, &part, err);
+    return ops->plane_put(feed->model->backend, dst, piece->n, piece->k, part.first_row,
+                          part.row_count, data, piece->row_bytes, err);
 }
 
 /* The next `bytes` bytes of the piece: finish the cut unit, put whole ones, keep the rest. */

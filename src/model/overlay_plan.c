@@ -1,5 +1,6 @@
-/* overlay_plan.c - from the header of a delta's shard to the list of pieces and their places. See
+/* overlay_plan.c - from the headers of a delta's shards to the list of pieces and their places. See
  * overlay.h. */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -8,6 +9,11 @@
 #include "overlay_internal.h"
 
 enum { PLAN_ARENA_BLOCK = 256 << 10, PLAN_ARENA_MAX = 256 << 20 };
+
+typedef struct table_entry {     /* the embedding or the head, as the delta has it */
+    const bd_delta_entry *entry; /* NULL: the base's */
+    uint32_t first_page, extra_page;
+} table_entry;
 
 typedef struct planner {
     const bd_model *model;
@@ -18,8 +24,16 @@ typedef struct planner {
     bd_overlay_piece *pieces;
     bd_piece_target *targets;
     uint32_t piece_count, piece_max;
-    uint32_t layer_page, head_page; /* first page of each kind; the embedding's is 0 */
+    table_entry embed, head;
+    uint32_t layer_page; /* first page of the layers */
 } planner;
+
+typedef struct run { /* consecutive rows of a table that one shard holds */
+    const bd_tensor *tensor;
+    const char *name;
+    uint64_t first_row, rows, row_bytes;
+    uint32_t block_rows; /* rows of a page */
+} run;
 
 static bd_status mismatch(const planner *p, const bd_delta_entry *entry, bd_error *err,
                           const char *what) {
@@ -31,34 +45,56 @@ static bool is_table(bd_weight_id id) {
     return id.kind == BD_WEIGHT_EMBED || id.kind == BD_WEIGHT_HEAD;
 }
 
+static table_entry *table_of(planner *p, bd_weight_id id) {
+    return id.kind == BD_WEIGHT_EMBED ? &p->embed : &p->head;
+}
+
+/* What of an entry this backend or this model's options cannot hold. */
+static bd_status check_support(const planner *p, const bd_delta_entry *entry, bd_weight_id id,
+                               bd_error *err) {
+    const bd_backend_options *options = &p->model->backend_options;
+    const bd_backend_ops *ops = p->model->ops;
+    const bool full_matrix = entry->rank == 2 && entry->kind == BD_DELTA_FULL;
+    if (full_matrix && !is_table(id)) {
+        return bd_fail(err, BD_E_UNSUPPORTED, entry->name,
+                       "%s: matrix %s is stored in full, which only the embedding and the head may",
+                       p->delta->dir, entry->name);
+    }
+    if ((full_matrix || entry->extra_rows > 0) && !ops->rows_put) {
+        return bd_fail(err, BD_E_UNSUPPORTED, entry->name,
+                       "%s: %s %s, which the %s backend does not support", p->delta->dir,
+                       entry->name, full_matrix ? "is stored in full" : "has added rows",
+                       ops->name);
+    }
+    if (entry->extra_rows > options->extra_vocab_max) {
+        return bd_fail(err, BD_E_UNSUPPORTED, entry->name,
+                       "%s: %s has %llu added rows, there is room for %u", p->delta->dir,
+                       entry->name, (unsigned long long)entry->extra_rows,
+                       options->extra_vocab_max);
+    }
+    return BD_OK;
+}
+
 /* An entry's weight, with its shape and kind checked against the model. */
 static bd_status identify(const planner *p, const bd_delta_entry *entry, bd_weight_id *id,
                           bd_error *err) {
     const bd_model_config *config = &p->model->config;
-    uint32_t rows, cols;
-    if (!bd_weight_parse(config, entry->name, id) || !bd_weight_shape(config, *id, &rows, &cols)) {
+    uint32_t rows = config->vocab, cols = config->hidden;
+    if (!bd_table_parse(entry->name, id) && (!bd_weight_parse(config, entry->name, id) ||
+                                             !bd_weight_shape(config, *id, &rows, &cols))) {
         return mismatch(p, entry, err, "is not a tensor of the base model");
     }
     if (entry->rank != (cols ? 2u : 1u) || entry->shape[0] != rows ||
         (cols && entry->shape[1] != cols)) {
         return mismatch(p, entry, err, "has another shape than the base model's");
     }
-    if (cols && entry->kind == BD_DELTA_FULL) {
-        return bd_fail(
-            err, BD_E_UNSUPPORTED, entry->name,
-            "%s: matrix %s is stored in full; only sign planes of matrices are supported",
-            p->delta->dir, entry->name);
-    }
-    if (entry->extra_rows > 0) {
-        return bd_fail(err, BD_E_UNSUPPORTED, entry->name,
-                       "%s: %s has %llu added rows, which are not supported", p->delta->dir,
-                       entry->name, (unsigned long long)entry->extra_rows);
-    }
+    if (entry->extra_rows > 0 && !is_table(*id))
+        return mismatch(p, entry, err, "has added rows but is neither embedding nor head");
     if (!cols && entry->kind == BD_DELTA_SIGN)
         return mismatch(p, entry, err, "is a vector but coded as signs");
     if (cols && cols % 8 != 0)
         return mismatch(p, entry, err, "has rows that are not whole bytes of signs");
-    return BD_OK;
+    return check_support(p, entry, *id, err);
 }
 
 static uint32_t ready_index(const bd_model_config *config, bd_weight_id id) {
@@ -67,87 +103,144 @@ static uint32_t ready_index(const bd_model_config *config, bd_weight_id id) {
                                      : 1 + id.layer; /* the final norm's layer is `layers` */
 }
 
-static uint32_t page_of(const planner *p, bd_weight_id id, uint32_t plane, uint32_t block) {
+static uint32_t page_of(planner *p, const bd_piece_target *target) {
     const uint32_t planes = p->delta->bits, layers = p->model->config.layers;
-    if (id.kind == BD_WEIGHT_EMBED) return block * planes + plane;
-    if (id.kind == BD_WEIGHT_HEAD) return p->head_page + block * planes + plane;
-    const uint32_t layer = id.layer < layers ? id.layer : layers - 1;
-    return p->layer_page + layer * planes + plane;
+    if (is_table(target->id)) {
+        const table_entry *table = table_of(p, target->id);
+        if (target->part == BD_PART_EXTRA) return table->extra_page + target->block;
+        if (target->part == BD_PART_FULL) return table->first_page + target->block;
+        return table->first_page + target->block * planes + target->plane;
+    }
+    const uint32_t layer = target->id.layer < layers ? target->id.layer : layers - 1;
+    return p->layer_page + layer * planes + target->plane;
 }
 
 static bd_overlay_piece *add(planner *p, const bd_piece_target *target, const bd_tensor *tensor,
                              const char *name) {
+    static const bd_piece_kind kinds[] = {[BD_PART_BITS] = BD_PIECE_BITS,
+                                          [BD_PART_SCALES] = BD_PIECE_FLOATS,
+                                          [BD_PART_VECTOR] = BD_PIECE_FLOATS,
+                                          [BD_PART_FULL] = BD_PIECE_ROWS,
+                                          [BD_PART_EXTRA] = BD_PIECE_ROWS};
     BD_ASSERT(p->piece_count < p->piece_max);
     bd_overlay_piece *piece = &p->pieces[p->piece_count];
     p->targets[p->piece_count++] = *target;
     *piece = (bd_overlay_piece){
-        .kind =
-            target->scale || target->id.kind == BD_WEIGHT_NORM || target->id.kind == BD_WEIGHT_BIAS
-                ? BD_PIECE_FLOATS
-                : BD_PIECE_BITS,
+        .kind = kinds[target->part],
         .file_index = p->file_index,
         .offset_bytes = tensor->offset_bytes,
         .bytes = tensor->bytes,
         .ready_index = ready_index(&p->model->config, target->id),
-        .page = page_of(p, target->id, target->plane, target->block),
+        .page = page_of(p, target),
         .dtype = tensor->dtype,
         .tensor = name,
     };
     return piece;
 }
 
-/* One piece per block of rows, whatever a row is (bits or a scale). */
-static void add_blocks(planner *p, bd_piece_target target, const bd_tensor *tensor,
-                       const char *name) {
+/* One piece per page that the rows reach into, whatever a row is (bits, a scale, bf16 values). */
+static void add_run(planner *p, bd_piece_target target, const run *r) {
     const bd_layout *layout = &p->storage->layout;
-    const bd_model_config *config = &p->model->config;
-    const uint64_t row_bytes = tensor->bytes / config->vocab;
-    for (target.block = 0; target.block < layout->block_count; target.block++) {
-        const uint32_t rows = bd_layout_block_rows(layout, config, target.block);
-        bd_overlay_piece *piece = add(p, &target, tensor, name);
-        piece->offset_bytes += (uint64_t)target.block * layout->block_rows * row_bytes;
-        piece->bytes = rows * row_bytes;
-        piece->page_offset_bytes = target.scale ? layout->block_scales : 0;
-        piece->n = rows;
-        piece->k = target.scale ? 1 : config->hidden;
-        piece->row_bytes = target.scale ? 0 : row_bytes;
+    const uint64_t end = r->first_row + r->rows;
+    for (uint64_t at = r->first_row, next; at < end; at = next) {
+        target.block = (uint32_t)(at / r->block_rows);
+        next = (target.block + 1ull) * r->block_rows;
+        if (next > end) next = end;
+        bd_overlay_piece *piece = add(p, &target, r->tensor, r->name);
+        piece->offset_bytes += (at - r->first_row) * r->row_bytes;
+        piece->bytes = (next - at) * r->row_bytes;
+        piece->page_offset_bytes = target.part == BD_PART_SCALES ? layout->block_scales : 0;
+        piece->first_row = (uint32_t)(at % r->block_rows);
+        piece->n = target.part == BD_PART_BITS || target.part == BD_PART_SCALES
+                       ? bd_layout_block_rows(layout, &p->model->config, target.block)
+                       : r->block_rows;
+        piece->k = target.part == BD_PART_SCALES ? 1 : p->model->config.hidden;
+        piece->row_bytes = target.part == BD_PART_SCALES ? 0 : r->row_bytes;
     }
+}
+
+static bd_status keep_name(planner *p, const char *name, const char **out, bd_error *err) {
+    *out = bd_arena_strndup(p->storage->arena, name, strlen(name));
+    return *out ? BD_OK : bd_fail(err, BD_E_MEMORY, name, "no memory for the load plan");
+}
+
+/* What this file holds of a matrix. Of k and v the file itself tells by its rows how many different
+ * parts there are. */
+static bool part_here(const planner *p, const bd_delta_entry *entry, bd_delta_part *part) {
+    char name[BD_TENSOR_NAME_MAX + 16];
+    const char *held = entry->name;
+    if (entry->kind == BD_DELTA_SIGN) {
+        bd_delta_plane_name(name, sizeof name, entry->name, true, 0);
+        held = name;
+    }
+    const bd_tensor *tensor = bd_safetensors_find(p->file, held);
+    const uint64_t rows = tensor ? tensor->shape[0] : 0;
+    return bd_delta_part_of(entry->name, entry->shape, p->file_index, p->delta->shard_count,
+                            rows ? entry->shape[0] / rows : 0, part);
+}
+
+/* Bits or scales of one plane. */
+static bd_status add_plane(planner *p, const bd_delta_entry *entry, const bd_piece_target *target,
+                           const bd_delta_part *part, bd_error *err) {
+    const bd_layout *layout = &p->storage->layout;
+    const bool scales = target->part == BD_PART_SCALES;
+    const uint64_t row_bytes = scales ? 4 : part->cols / 8;
+    char name[BD_TENSOR_NAME_MAX + 16];
+    bd_delta_plane_name(name, sizeof name, entry->name, !scales, target->plane);
+    const bd_tensor *tensor = bd_safetensors_find(p->file, name);
+    const char *kept;
+    if (!tensor) return mismatch(p, entry, err, "lacks one of its planes");
+    if (tensor->dtype != (scales ? BD_DTYPE_F32 : BD_DTYPE_U8) ||
+        tensor->bytes != part->rows * row_bytes) {
+        return mismatch(p, entry, err, "has a plane of another type or size");
+    }
+    const bd_status s = keep_name(p, name, &kept, err);
+    if (s != BD_OK) return s;
+    if (is_table(target->id)) {
+        add_run(p, *target,
+                &(run){tensor, kept, part->first_row, part->rows, row_bytes, layout->block_rows});
+        return BD_OK;
+    }
+    if (scales && part->cols != entry->shape[1] && p->file_index > 0)
+        return BD_OK; /* the same in every shard */
+    const uint32_t which = target->id.which;
+    bd_overlay_piece *piece = add(p, target, tensor, kept);
+    piece->page_offset_bytes = scales ? layout->scales[which] : layout->bits[which];
+    piece->first_row = (uint32_t)part->first_row;
+    piece->first_col = scales ? 0 : (uint32_t)part->first_col;
+    piece->n = (uint32_t)entry->shape[0];
+    piece->k = scales ? 1 : (uint32_t)entry->shape[1];
+    piece->row_bytes = scales ? 0 : row_bytes;
+    return BD_OK;
 }
 
 static bd_status add_signs(planner *p, const bd_delta_entry *entry, bd_weight_id id,
                            bd_error *err) {
-    const bd_layout *layout = &p->storage->layout;
-    for (uint32_t part = 0; part < 2 * p->delta->bits; part++) {
-        const bd_piece_target target = {.id = id, .plane = part / 2, .scale = part % 2 == 1};
-        char name[BD_TENSOR_NAME_MAX + 16];
-        bd_delta_plane_name(name, sizeof name, entry->name, !target.scale, target.plane);
-        const bd_tensor *tensor = bd_safetensors_find(p->file, name);
-        const uint64_t bytes =
-            target.scale ? 4 * entry->shape[0] : entry->shape[0] * (entry->shape[1] / 8);
-        if (!tensor) return mismatch(p, entry, err, "lacks one of its planes");
-        if (tensor->dtype != (target.scale ? BD_DTYPE_F32 : BD_DTYPE_U8) ||
-            tensor->bytes != bytes) {
-            return mismatch(p, entry, err, "has a plane of another type or size");
-        }
-        const char *kept = bd_arena_strndup(p->storage->arena, name, strlen(name));
-        if (!kept) return bd_fail(err, BD_E_MEMORY, entry->name, "no memory for the load plan");
-        if (is_table(id)) {
-            add_blocks(p, target, tensor, kept);
-            continue;
-        }
-        bd_overlay_piece *piece = add(p, &target, tensor, kept);
-        piece->page_offset_bytes = target.scale ? layout->scales[id.which] : layout->bits[id.which];
-        piece->n = (uint32_t)entry->shape[0];
-        piece->k = target.scale ? 1 : (uint32_t)entry->shape[1];
-        piece->row_bytes = target.scale ? 0 : entry->shape[1] / 8;
+    bd_delta_part part;
+    if (!part_here(p, entry, &part)) return mismatch(p, entry, err, "is cut in an unknown way");
+    if (part.repeated) return BD_OK;
+    if (part.cols != entry->shape[1] && !p->model->ops->plane_part_put) {
+        return bd_fail(err, BD_E_UNSUPPORTED, entry->name,
+                       "%s: %s is cut by columns, which the %s backend does not read; deltas of "
+                       "one shard are (compress --shards 1)",
+                       p->delta->dir, entry->name, p->model->ops->name);
+    }
+    for (uint32_t i = 0; i < 2 * p->delta->bits; i++) {
+        const bd_piece_target target = {
+            .id = id, .plane = i / 2, .part = i % 2 == 1 ? BD_PART_SCALES : BD_PART_BITS};
+        const bd_status s = add_plane(p, entry, &target, &part, err);
+        if (s != BD_OK) return s;
     }
     return BD_OK;
 }
 
+/* A norm or a bias; every shard has it. */
 static bd_status add_vector(planner *p, const bd_delta_entry *entry, bd_weight_id id,
                             bd_error *err) {
     const bd_layout *layout = &p->storage->layout;
     const bd_tensor *tensor = bd_safetensors_find(p->file, entry->name);
+    const char *kept;
+    if (p->file_index > 0) return BD_OK;
     if (!tensor) return mismatch(p, entry, err, "is missing");
     if (tensor->dtype != BD_DTYPE_F32 && tensor->dtype != BD_DTYPE_BF16 &&
         tensor->dtype != BD_DTYPE_F16) {
@@ -156,9 +249,9 @@ static bd_status add_vector(planner *p, const bd_delta_entry *entry, bd_weight_i
     if (tensor->bytes != entry->shape[0] * bd_dtype_bytes(tensor->dtype)) {
         return mismatch(p, entry, err, "has another size than its shape");
     }
-    const char *kept = bd_arena_strndup(p->storage->arena, entry->name, strlen(entry->name));
-    if (!kept) return bd_fail(err, BD_E_MEMORY, entry->name, "no memory for the load plan");
-    const bd_piece_target target = {.id = id};
+    const bd_status s = keep_name(p, entry->name, &kept, err);
+    if (s != BD_OK) return s;
+    const bd_piece_target target = {.id = id, .part = BD_PART_VECTOR};
     bd_overlay_piece *piece = add(p, &target, tensor, kept);
     piece->page_offset_bytes = id.kind == BD_WEIGHT_BIAS             ? layout->biases[id.which]
                                : id.layer == p->model->config.layers ? layout->final_norm
@@ -168,25 +261,72 @@ static bd_status add_vector(planner *p, const bd_delta_entry *entry, bd_weight_i
     return BD_OK;
 }
 
+/* Rows of the embedding or head kept whole: all of them, or those added to the base's. */
+static bd_status add_whole(planner *p, const bd_delta_entry *entry, bd_weight_id id, bool extra,
+                           bd_error *err) {
+    char name[BD_TENSOR_NAME_MAX + 16];
+    const char *kept;
+    bd_delta_part part = {.rows = entry->extra_rows};
+    const uint64_t row_bytes = entry->shape[1] * bd_dtype_bytes(BD_DTYPE_BF16);
+    if (extra && p->file_index > 0) return BD_OK; /* the same in every shard */
+    snprintf(name, sizeof name, "%s%s", entry->name, extra ? ".extra" : "");
+    const bd_tensor *tensor = bd_safetensors_find(p->file, name);
+    if (!extra && !part_here(p, entry, &part))
+        return mismatch(p, entry, err, "is cut in an unknown way");
+    if (!tensor) return mismatch(p, entry, err, extra ? "lacks its added rows" : "is missing");
+    if (tensor->dtype != BD_DTYPE_BF16 || tensor->bytes != part.rows * row_bytes)
+        return mismatch(p, entry, err, "is not BF16 of its size");
+    const bd_status s = keep_name(p, name, &kept, err);
+    if (s != BD_OK) return s;
+    const bd_piece_target target = {.id = id, .part = extra ? BD_PART_EXTRA : BD_PART_FULL};
+    add_run(
+        p, target,
+        &(run){tensor, kept, part.first_row, part.rows, row_bytes, p->storage->layout.whole_rows});
+    return BD_OK;
+}
+
+/* Embedding and head must agree on how many rows they add. */
+static bd_status check_tables(const planner *p, bd_error *err) {
+    const bd_delta_entry *embed = p->embed.entry, *head = p->head.entry;
+    const uint64_t embed_extra = embed ? embed->extra_rows : 0;
+    const bool own_head = head || !p->model->config.tied;
+    const uint64_t head_extra = !own_head ? embed_extra : head ? head->extra_rows : 0;
+    p->storage->extra_rows = (uint32_t)embed_extra;
+    p->storage->own_head = head != NULL;
+    p->storage->full_embed = embed && embed->kind == BD_DELTA_FULL;
+    p->storage->full_head = own_head ? head && head->kind == BD_DELTA_FULL : p->storage->full_embed;
+    if (embed_extra == head_extra) return BD_OK;
+    return bd_fail(err, BD_E_MISMATCH, head ? head->name : "lm_head.weight",
+                   "%s/delta.json: the embedding has %llu added rows, the head %llu", p->delta->dir,
+                   (unsigned long long)embed_extra, (unsigned long long)head_extra);
+}
+
 /* Which tables the delta has decides where its layers' pages start. */
 static bd_status number_pages(planner *p, uint32_t *page_count, bd_error *err) {
-    const bd_model_config *config = &p->model->config;
-    bool embed = false, head = false;
+    const bd_layout *layout = &p->storage->layout;
+    uint32_t extra_at, at = 0;
     for (uint32_t i = 0; i < p->delta->entry_count; i++) {
+        const bd_delta_entry *entry = &p->delta->entries[i];
         bd_weight_id id;
-        const bd_status s = identify(p, &p->delta->entries[i], &id, err);
+        const bd_status s = identify(p, entry, &id, err);
         if (s != BD_OK) return s;
-        if ((id.kind == BD_WEIGHT_EMBED && embed) || (id.kind == BD_WEIGHT_HEAD && head)) {
-            return mismatch(p, &p->delta->entries[i], err, "is listed twice");
-        }
-        embed = embed || id.kind == BD_WEIGHT_EMBED;
-        head = head || id.kind == BD_WEIGHT_HEAD;
+        if (!is_table(id)) continue;
+        if (table_of(p, id)->entry) return mismatch(p, entry, err, "is listed twice");
+        table_of(p, id)->entry = entry;
     }
-    const uint32_t table_pages = p->storage->layout.block_count * p->delta->bits;
-    p->layer_page = embed ? table_pages : 0;
-    p->head_page = p->layer_page + config->layers * p->delta->bits;
-    *page_count = p->head_page + (head ? table_pages : 0);
-    return BD_OK;
+    if (p->embed.entry) {
+        at = bd_layout_table_pages(layout, p->delta, p->embed.entry, &extra_at);
+        p->embed.extra_page = extra_at;
+    }
+    p->layer_page = at;
+    at += p->model->config.layers * p->delta->bits;
+    p->head.first_page = at;
+    if (p->head.entry) {
+        at += bd_layout_table_pages(layout, p->delta, p->head.entry, &extra_at);
+        p->head.extra_page = p->head.first_page + extra_at;
+    }
+    *page_count = at;
+    return check_tables(p, err);
 }
 
 static bd_status add_entries(planner *p, bd_error *err) {
@@ -195,8 +335,26 @@ static bd_status add_entries(planner *p, bd_error *err) {
         bd_weight_id id;
         bd_status s = identify(p, entry, &id, err);
         if (s != BD_OK) return s;
-        s = entry->kind == BD_DELTA_SIGN ? add_signs(p, entry, id, err)
-                                         : add_vector(p, entry, id, err);
+        if (entry->kind == BD_DELTA_SIGN) {
+            s = add_signs(p, entry, id, err);
+        } else if (is_table(id)) {
+            s = add_whole(p, entry, id, false, err);
+        } else {
+            s = add_vector(p, entry, id, err);
+        }
+        if (s == BD_OK && entry->extra_rows > 0) s = add_whole(p, entry, id, true, err);
+        if (s != BD_OK) return s;
+    }
+    return BD_OK;
+}
+
+static bd_status add_files(planner *p, bd_error *err) {
+    for (p->file_index = 0; p->file_index < p->delta->shard_count; p->file_index++) {
+        bd_safetensors *file = NULL;
+        bd_status s = bd_delta_open_shard(p->delta, p->file_index, false, &file, err);
+        p->file = file;
+        if (s == BD_OK) s = add_entries(p, err);
+        bd_safetensors_close(file);
         if (s != BD_OK) return s;
     }
     return BD_OK;
@@ -208,10 +366,16 @@ static bd_status make_storage(planner *p, bd_error *err) {
     p->storage = bd_arena_alloc(arena, 1, sizeof *p->storage);
     if (!p->storage) goto fail;
     p->storage->arena = arena;
-    bd_layout_init(&p->storage->layout, &p->model->config, p->model->ops);
-    const uint64_t pieces =
-        2 * (uint64_t)p->delta->bits *
-        ((uint64_t)p->delta->entry_count + 2 * (uint64_t)p->storage->layout.block_count);
+    bd_layout *layout = &p->storage->layout;
+    bd_layout_init(layout, &p->model->config, p->model->ops);
+    /* Of the two tables: blocks, and one more where a shard's end cuts a block; full or added rows.
+     */
+    const uint64_t shards = p->delta->shard_count,
+                   whole = bd_layout_whole_pages(layout, p->model->config.vocab) +
+                           bd_layout_whole_pages(layout, BD_EXTRA_VOCAB_MAX),
+                   pieces = 2 * (uint64_t)p->delta->bits *
+                            (shards * p->delta->entry_count +
+                             2 * (layout->block_count + whole + shards));
     if (pieces > UINT32_MAX) goto fail;
     p->piece_max = (uint32_t)pieces;
     p->pieces = bd_arena_alloc(arena, p->piece_max, sizeof *p->pieces);
@@ -225,14 +389,19 @@ fail:
     return bd_fail(err, BD_E_MEMORY, NULL, "no memory for the load plan");
 }
 
-/* Pieces in the order of the file. Entries are listed in data order, so this is nearly sorted
+static bool comes_after(const bd_overlay_piece *a, const bd_overlay_piece *b) {
+    if (a->file_index != b->file_index) return a->file_index > b->file_index;
+    return a->offset_bytes > b->offset_bytes;
+}
+
+/* Pieces in the order of the files. Entries are listed in data order, so this is nearly sorted
  * already: insertion. */
 static void sort_pieces(planner *p) {
     for (uint32_t i = 1; i < p->piece_count; i++) {
         const bd_overlay_piece piece = p->pieces[i];
         const bd_piece_target target = p->targets[i];
         uint32_t at = i;
-        for (; at > 0 && p->pieces[at - 1].offset_bytes > piece.offset_bytes; at--) {
+        for (; at > 0 && comes_after(&p->pieces[at - 1], &piece); at--) {
             p->pieces[at] = p->pieces[at - 1];
             p->targets[at] = p->targets[at - 1];
         }
@@ -247,12 +416,6 @@ static bd_status check_base(const bd_model *model, const bd_delta *delta, bd_err
                        "%s/delta.json was made for base %s (%.16s...), not for this one (%.16s...)",
                        delta->dir, delta->base, delta->base_fingerprint, model->fingerprint);
     }
-    if (delta->shard_count != 1) {
-        return bd_fail(
-            err, BD_E_UNSUPPORTED, "shards",
-            "%s/delta.json has %u shards; one rank reads deltas of one shard (bitdelta reshard)",
-            delta->dir, delta->shard_count);
-    }
     if (delta->bits < 1 || delta->bits > BD_OVERLAY_PLANES_MAX) {
         return bd_fail(err, BD_E_UNSUPPORTED, "bits",
                        "%s/delta.json has %u planes, 1 to %u are supported", delta->dir,
@@ -264,7 +427,6 @@ static bd_status check_base(const bd_model *model, const bd_delta *delta, bd_err
 bd_status bd_overlay_plan_create(const bd_model *model, const bd_delta *delta, bd_overlay_plan *out,
                                  bd_error *err) {
     planner p = {.model = model, .delta = delta};
-    bd_safetensors *file = NULL;
     *out = (bd_overlay_plan){0};
     bd_status s = check_base(model, delta, err);
     if (s != BD_OK) return s;
@@ -272,10 +434,7 @@ bd_status bd_overlay_plan_create(const bd_model *model, const bd_delta *delta, b
     if (s != BD_OK) return s;
     uint32_t page_count = 0;
     s = number_pages(&p, &page_count, err);
-    if (s == BD_OK) s = bd_delta_open_shard(delta, p.file_index, false, &file, err);
-    p.file = file;
-    if (s == BD_OK) s = add_entries(&p, err);
-    if (file) bd_safetensors_close(file);
+    if (s == BD_OK) s = add_files(&p, err);
     if (s != BD_OK) {
         bd_arena_destroy(p.storage->arena);
         return s;

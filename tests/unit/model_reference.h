@@ -27,7 +27,20 @@ typedef struct mr_model {
     bd_safetensors *delta;             /* NULL: the base */
     mr_tensor tensors[MR_TENSORS_MAX]; /* canonical, in the order of a delta's data */
     uint32_t count;
+    /* What deltas of it are like; zero: an ordinary one. */
+    uint32_t extra_rows; /* of embedding and head */
+    bool full_tables;    /* embedding and head in full */
+    bool own_head;       /* a head where the base's is tied */
 } mr_model;
+
+static inline bool mr_is_table(const char *name) {
+    return strstr(name, "embed_tokens") != NULL || strstr(name, "lm_head") != NULL;
+}
+
+/* Rows of the tables as the model now is, with the delta or without. */
+static inline uint32_t mr_vocab(const mr_model *m) {
+    return m->config.vocab + (m->delta ? m->extra_rows : 0);
+}
 
 static inline BD_PRINTF(4, 5) void mr_add(mr_model *m, uint32_t rows, uint32_t cols,
                                           const char *format, ...) {
@@ -74,6 +87,13 @@ static inline void mr_open(mr_model *m, const char *dir) {
         mr_list_layer(m, l);
     mr_add(m, m->config.hidden, 0, "model.norm.weight");
     if (!m->config.tied) mr_add(m, m->config.vocab, m->config.hidden, "lm_head.weight");
+}
+
+/* A head of its own for deltas of a tied model. */
+static inline void mr_add_head(mr_model *m) {
+    assert_true(m->config.tied && !m->own_head);
+    mr_add(m, m->config.vocab, m->config.hidden, "lm_head.weight");
+    m->own_head = true;
 }
 
 static inline void mr_close(mr_model *m) {
@@ -128,15 +148,23 @@ static inline double *mr_weight(const mr_model *m, const char *name) {
     const mr_tensor *t = mr_find(m, name);
     const uint64_t cols = t->cols ? t->cols : 1, count = t->rows * cols;
     uint64_t first_row = 0;
-    double *w = calloc(count, sizeof *w);
+    const uint64_t extra = m->delta && mr_is_table(name) ? m->extra_rows * cols : 0;
+    double *w = calloc(count + extra, sizeof *w);
     assert_non_null(w);
     const bd_tensor *base = bd_checkpoint_find(m->checkpoint, name);
+    if (!base && mr_is_table(name))
+        base = bd_checkpoint_find(m->checkpoint, "model.embed_tokens.weight");
     if (!base) base = mr_fused(m, name, &first_row);
     if (!base) fail_msg("no tensor for %s", name);
     mr_read(base, first_row * cols, count, w);
     if (!m->delta) return w;
     const bd_tensor *full = bd_safetensors_find(m->delta, name);
     if (full) mr_read(full, 0, count, w);
+    if (extra > 0) {
+        char extra_name[128];
+        snprintf(extra_name, sizeof extra_name, "%s.extra", name);
+        mr_read(bd_safetensors_find(m->delta, extra_name), 0, extra, w + count);
+    }
     for (uint32_t plane = 0; plane < BD_PLANES_MAX; plane++) {
         char sign_name[128], scale_name[128], suffix[8] = "";
         if (plane > 0) snprintf(suffix, sizeof suffix, "%u", plane);
@@ -325,7 +353,7 @@ static inline void mr_add_to(double *x, double *y, size_t count) {
     free(y);
 }
 
-/* Logits after the last token, [vocab]; the caller frees. */
+/* Logits after the last token, [mr_vocab]; the caller frees. */
 static inline double *mr_logits(const mr_model *m, const int32_t *ids, uint32_t tokens) {
     const bd_model_config *c = &m->config;
     const size_t count = (size_t)tokens * c->hidden;
@@ -357,9 +385,10 @@ static inline double *mr_logits(const mr_model *m, const int32_t *ids, uint32_t 
         mr_add_to(x, y, count);
     }
     mr_norm(m, normed, x, tokens, c->hidden, mr_weight(m, "model.norm.weight"));
-    double *head = mr_weight(m, c->tied ? "model.embed_tokens.weight" : "lm_head.weight");
-    double *logits = mr_linear(normed + count - c->hidden, 1, head, NULL, c->vocab, c->hidden);
-    for (uint32_t i = 0; i < c->vocab; i++)
+    const bool tied = c->tied && !(m->delta && m->own_head);
+    double *head = mr_weight(m, tied ? "model.embed_tokens.weight" : "lm_head.weight");
+    double *logits = mr_linear(normed + count - c->hidden, 1, head, NULL, mr_vocab(m), c->hidden);
+    for (uint32_t i = 0; i < mr_vocab(m); i++)
         logits[i] = mr_softcap(logits[i], c->logit_softcap);
     free(x);
     free(normed);
@@ -374,6 +403,7 @@ typedef struct mr_fault { /* what to get wrong on purpose; zero: nothing */
     const char *rename;   /* entry that gets a name the model does not know */
     bool foreign_base;
     bool nan_scale;
+    const char *nan_row; /* tensor of whole rows that gets one NaN */
 } mr_fault;
 
 typedef struct mr_delta_maker {
@@ -406,8 +436,9 @@ static inline void mr_put_tensor(mr_delta_maker *d, const char *name, bd_dtype d
     for (uint64_t i = 0; i < count; i++) {
         const float uniform = (float)(support_random(d->random) >> 40) * 0x1p-24f;
         const float value = rank == 1 && strstr(name, ".scale") ? 0.01f * uniform : uniform + 0.1f;
+        const bool nan_row = d->fault->nan_row && strstr(name, d->fault->nan_row) && i == count - 3;
         const float stored = d->fault->nan_scale && i == 3 ? NAN : value;
-        const uint16_t bf16 = bd_f32_to_bf16(value), f16 = bd_f32_to_f16(value);
+        const uint16_t bf16 = nan_row ? 0x7fc1 : bd_f32_to_bf16(value), f16 = bd_f32_to_f16(value);
         const uint8_t byte = (uint8_t)support_random(d->random);
         const void *sources[] = {&stored, &bf16, &f16, &byte};
         memcpy(d->data + d->data_bytes + i * bd_dtype_bytes(dtype), sources[dtype],
@@ -433,12 +464,22 @@ static inline void mr_put_entry(mr_delta_maker *d, const mr_tensor *t) {
         mr_put_tensor(d, name, (bd_dtype)(support_random(d->random) % 3), 1, rows, 0);
         return;
     }
-    for (uint32_t plane = 0; plane < d->planes; plane++) {
+    if (mr_is_table(name)) e->extra_rows = d->model->extra_rows;
+    if (mr_is_table(name) && d->model->full_tables) {
+        e->kind = BD_DELTA_FULL;
+        mr_put_tensor(d, name, BD_DTYPE_BF16, 2, rows, t->cols);
+    }
+    for (uint32_t plane = 0; e->kind == BD_DELTA_SIGN && plane < d->planes; plane++) {
         char plane_name[128];
         bd_delta_plane_name(plane_name, sizeof plane_name, name, true, plane);
         mr_put_tensor(d, plane_name, BD_DTYPE_U8, 2, rows, t->cols / 8);
         bd_delta_plane_name(plane_name, sizeof plane_name, name, false, plane);
         mr_put_tensor(d, plane_name, BD_DTYPE_F32, 1, rows, 0);
+    }
+    if (e->extra_rows > 0) {
+        char extra_name[128];
+        snprintf(extra_name, sizeof extra_name, "%s.extra", name);
+        mr_put_tensor(d, extra_name, BD_DTYPE_BF16, 2, e->extra_rows, t->cols);
     }
 }
 
@@ -473,15 +514,17 @@ static inline void mr_write_file(mr_delta_maker *d, const char *dir, bd_delta_fi
 static inline void mr_make_delta(const mr_model *m, uint64_t *random, uint32_t planes,
                                  const mr_fault *fault, char dir[256]) {
     bd_error err = {0};
-    const uint32_t tensors_max = m->count * 2 * planes;
+    const uint32_t tensors_max = m->count * (2 * planes + 1);
     mr_delta_maker d = {.model = m, .random = random, .fault = fault, .planes = planes};
     d.tensors = calloc(tensors_max, sizeof *d.tensors);
     d.names = calloc(tensors_max, sizeof *d.names);
     d.entries = calloc(m->count, sizeof *d.entries);
     assert_true(d.tensors && d.names && d.entries);
     const bool any_fault = fault->drop || fault->narrow || fault->rename;
+    const bool all_tables = m->extra_rows > 0 || m->own_head;
     for (uint32_t i = 0; i < m->count; i++) {
-        if (any_fault || support_random(random) % 8 != 0) mr_put_entry(&d, &m->tensors[i]);
+        const bool needed = any_fault || (all_tables && mr_is_table(m->tensors[i].name));
+        if (needed || support_random(random) % 8 != 0) mr_put_entry(&d, &m->tensors[i]);
     }
     snprintf(dir, 256, "%s/bitdelta-test-XXXXXX", P_tmpdir);
     assert_non_null(mkdtemp(dir));

@@ -39,7 +39,7 @@ typedef struct ms_run { /* one sequence */
     /* Out: */
     int32_t ids[MS_NEW_MAX];
     bd_token_result results[MS_NEW_MAX], tops[MS_TOP_ROWS];
-    float *logits; /* [new_count][vocab] where not NULL */
+    float *logits; /* [new_count][logits width] where not NULL */
     /* Inside: */
     uint32_t kv_tokens, made;
     uint32_t *blocks;
@@ -193,7 +193,7 @@ static inline bool ms_step_once(bd_model *model, ms_step *s, ms_run *runs, uint3
                                 uint32_t chunk, uint64_t id) {
     bd_error err = {0};
     const bd_backend_ops *ops = bd_model_ops(model);
-    const uint32_t vocab = bd_model_config_of(model)->vocab;
+    const uint32_t vocab = bd_model_logits_width(model);
     memset(&s->step, 0, sizeof s->step);
     s->step = (bd_step){
         .id = id,

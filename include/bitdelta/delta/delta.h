@@ -1,6 +1,11 @@
 /* delta.h - the delta format on disk, "bitdelta-1": delta.json plus safetensors shards.
- * Layout, order and rounding: architecture.md "The delta on disk". Owner: the caller; immutable
- * once open. */
+ * Layout, order and rounding: architecture.md "The delta on disk". A matrix in full (--embeddings
+ * full) and added rows of the vocabulary are BF16. Where base and variant differ in tying, the
+ * tensors decide: a variant with a head of its own over a tied base has an entry lm_head.weight,
+ * coded against the base's embedding as its reference; a tied variant of an untied base has one
+ * too, its embedding coded against the base's head. A variant with fewer rows than the base is
+ * coded as if the missing ones were the base's (scale 0; zeros where in full) and masked by its
+ * vocab_size. Owner: the caller; immutable once open. */
 #ifndef BITDELTA_DELTA_DELTA_H
 #define BITDELTA_DELTA_DELTA_H
 
@@ -63,6 +68,22 @@ BD_MUST_CHECK bd_status bd_delta_verify_shard(const bd_delta *delta, uint32_t in
 BD_MUST_CHECK bd_status bd_delta_check_chunk(const bd_delta *delta, uint32_t file_index,
                                              uint32_t chunk, const void *data, size_t bytes,
                                              bd_error *err);
+
+/* What shard `index` of `shards` holds of a matrix. q, k, v, gate, up and the two tables of the
+ * vocabulary are cut by rows, o and down by columns, everything else (vectors, scales of o and
+ * down, added rows) is whole in every shard. */
+typedef struct bd_delta_part {
+    uint64_t first_row, rows, first_col, cols;
+    bool repeated; /* an earlier shard holds the same: kv heads where there are fewer of them than
+                      shards */
+} bd_delta_part;
+
+/* kv_parts: how many different parts k and v have, which is min(shards, kv heads). False: the
+ * matrix cannot be cut like this. */
+bool bd_delta_part_of(const char *name, const uint64_t shape[2], uint32_t index, uint32_t shards,
+                      uint64_t kv_parts, bd_delta_part *out);
+/* The embedding or the head. */
+bool bd_delta_is_table(const char *name);
 
 /* Plane names: <name>.sign, <name>.scale, <name>.sign1, <name>.scale1, ... into out. */
 void bd_delta_plane_name(char *out, size_t out_bytes, const char *name, bool sign, uint32_t plane);

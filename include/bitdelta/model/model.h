@@ -20,6 +20,7 @@ typedef struct bd_model_options {
     uint32_t rope_tables_max;
     uint32_t delta_pages;     /* pages of bd_overlay_page_bytes each */
     uint32_t delta_slots;     /* alternative to delta_pages: room for this many one-plane variants */
+    uint32_t extra_vocab_max; /* vocabulary rows that variants may add; taken as 0 where the backend cannot */
     /* Progress while weights load; may be NULL. */
     void (*progress)(void *ctx, uint64_t done_bytes, uint64_t total_bytes);
     void *progress_ctx;
@@ -38,6 +39,8 @@ uint32_t bd_model_kv_block_count(const bd_model *model);
 uint32_t bd_model_kv_block_tokens(const bd_model *model);
 const bd_memory_plan *bd_model_memory(const bd_model *model);
 
+/* Columns of a row of logits, and one more than the largest id that any variant may have. */
+uint32_t bd_model_logits_width(const bd_model *model);
 uint32_t bd_model_page_count(const bd_model *model); /* delta pages in the backend's arena */
 
 /* The memory a model of this config would take, without opening one (options->dir is not read). BD_E_LIMIT with the

@@ -1,6 +1,6 @@
 /* overlay.h - from a delta on disk to pages on the device: where each tensor of a variant goes.
- * A page holds one layer's one-plane overlay (bits, scales; plane 0's page also norms and biases that differ), or a block
- * of embedding or head rows. Page size is the same for all, so pages never fragment. Layout inside a page is fixed per
+ * A page holds one layer's one-plane overlay (bits, scales; plane 0's page also norms and biases that differ), a block
+ * of embedding or head rows, or rows of the vocabulary kept whole (in full, or added to the base's). Page size is the same for all, so pages never fragment. Layout inside a page is fixed per
  * model. Owner: cache. Threads: plans are immutable; build and read anywhere. */
 #ifndef BITDELTA_MODEL_OVERLAY_H
 #define BITDELTA_MODEL_OVERLAY_H
@@ -12,8 +12,12 @@
 uint64_t bd_overlay_page_bytes(const bd_model_config *config, const bd_backend_ops *ops);
 uint32_t bd_overlay_pages_per_variant(const bd_model_config *config, const bd_backend_ops *ops, uint32_t planes,
                                       bool with_embeddings);
+/* Pages of this very delta. */
+uint32_t bd_overlay_pages_of(const bd_model_config *config, const bd_backend_ops *ops, const bd_delta *delta);
+/* More pages for `rows` added rows of one table. */
+uint32_t bd_overlay_extra_pages(const bd_model_config *config, const bd_backend_ops *ops, uint32_t rows);
 
-typedef enum bd_piece_kind { BD_PIECE_BITS, BD_PIECE_FLOATS } bd_piece_kind;
+typedef enum bd_piece_kind { BD_PIECE_BITS, BD_PIECE_FLOATS, BD_PIECE_ROWS } bd_piece_kind;
 
 /* One contiguous run of a delta file that goes to one place of one page. Sorted by (file, offset). */
 typedef struct bd_overlay_piece {
@@ -22,9 +26,11 @@ typedef struct bd_overlay_piece {
     uint64_t offset_bytes, bytes; /* in the file */
     uint32_t ready_index;         /* 0 embedding, 1 + l layer l, 1 + layers final norm and head */
     uint32_t page;                /* index into the variant's page list */
-    uint64_t page_offset_bytes;   /* start of the plane or vector inside the page */
-    uint32_t n, k;                /* BITS: the plane's shape in the page; rows are whole rows of the file */
-    uint64_t row_bytes;           /* BITS: k / 8 */
+    uint64_t page_offset_bytes;   /* start of the plane, vector or block of rows inside the page */
+    uint32_t first_row;           /* of the plane, vector or block: where the piece goes */
+    uint32_t first_col;           /* BITS of a shard cut by columns */
+    uint32_t n, k;                /* the whole shape in the page; rows are whole rows of the file */
+    uint64_t row_bytes;           /* BITS, ROWS: of a row in the file; k / 8 unless cut by columns */
     bd_dtype dtype;               /* FLOATS: F32, BF16, F16 -> float32 */
     const char *tensor;           /* for messages */
 } bd_overlay_piece;
@@ -36,7 +42,9 @@ typedef struct bd_overlay_plan {
 } bd_overlay_plan;
 
 /* Reads the shard headers and checks every tensor against the model: missing, unknown or misshapen ones and a foreign
- * base fingerprint are BD_E_MISMATCH naming file and tensor. */
+ * base fingerprint are BD_E_MISMATCH naming file and tensor; what the backend has no operator for (matrices in full,
+ * added vocabulary, parts cut by columns) is BD_E_UNSUPPORTED naming the tensor. A delta of S shards needs all S files:
+ * its layers are complete only with the last of them. */
 BD_MUST_CHECK bd_status bd_overlay_plan_create(const bd_model *model, const bd_delta *delta, bd_overlay_plan *out,
                                                bd_error *err);
 void bd_overlay_plan_destroy(bd_overlay_plan *plan);
