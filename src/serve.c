@@ -94,6 +94,30 @@ static uint32_t count_deltas(const char *dir) {
     return count;
 }
 
+/* Does the variant in `dir` say that its vocabulary is larger than the base's? One that cannot be
+ * read is refused when it is added. */
+static bool adds_vocabulary(const bd_model_config *base, const char *dir) {
+    bd_model_config own;
+    return bd_model_config_read_variant(dir, base, &own, NULL) == BD_OK && own.vocab > base->vocab;
+}
+
+/* Room for added vocabulary, if any variant needs it. */
+static uint32_t extra_vocab(const bd_serve_options *o, const bd_model_config *base) {
+    for (uint32_t i = 0; i < o->variants.count; i++)
+        if (adds_vocabulary(base, o->variants.items[i].path)) return BD_EXTRA_VOCAB_MAX;
+    DIR *handle = o->deltas_dir ? opendir(o->deltas_dir) : NULL;
+    uint32_t extra = 0;
+    if (!handle) return 0;
+    for (struct dirent *entry; extra == 0 && (entry = readdir(handle));) {
+        char path[4096];
+        if (entry->d_name[0] == '.') continue;
+        if (bd_path_join(path, sizeof path, o->deltas_dir, entry->d_name, NULL) != BD_OK) continue;
+        if (adds_vocabulary(base, path)) extra = BD_EXTRA_VOCAB_MAX;
+    }
+    closedir(handle);
+    return extra;
+}
+
 /* The model's options, with as many delta slots as there are variants or as fit. */
 static bd_status model_options(server *s, const bd_backend_ops *ops, bd_model_options *out,
                                bd_error *err) {
@@ -114,11 +138,12 @@ static bd_status model_options(server *s, const bd_backend_ops *ops, bd_model_op
                               .delta_slots = o->slots ? o->slots : variants,
                               .progress = load_progress,
                               .progress_ctx = s};
-    if (o->slots || variants < 2) return BD_OK;
     bd_model_config config;
     bd_memory_plan plan;
     bd_status status = bd_model_config_read(o->base_path, &config, err);
     if (status != BD_OK) return status;
+    out->extra_vocab_max = extra_vocab(o, &config);
+    if (o->slots || variants < 2) return BD_OK;
     while (out->delta_slots > 1 && bd_model_plan(out, &config, &plan, NULL) == BD_E_LIMIT)
         out->delta_slots--;
     return BD_OK;

@@ -62,9 +62,8 @@ fail_free:
 
 static uint32_t pages_for(void *ctx, const bd_delta *delta) {
     const bd_cache_options *options = ctx;
-    bool with_embeddings = strcmp(delta->embeddings, "base") != 0;
-    return bd_overlay_pages_per_variant(bd_model_config_of(options->model),
-                                        bd_model_ops(options->model), delta->bits, with_embeddings);
+    return bd_overlay_pages_of(bd_model_config_of(options->model), bd_model_ops(options->model),
+                               delta);
 }
 
 static bd_status submit(void *ctx, bd_load *load, bd_error *err) {

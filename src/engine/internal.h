@@ -148,6 +148,8 @@ static inline void bd_stat_add(_Atomic uint64_t *stat, uint64_t amount) {
 void bd_list_insert(bd_sequence_list *list, bd_sequence *sequence); /* by (priority, arrival) */
 void bd_list_remove(bd_sequence_list *list, bd_sequence *sequence);
 uint32_t bd_sequence_target(const bd_sequence *sequence); /* tokens whose KV or logits are needed */
+/* After the prompt the base continues. */
+bool bd_sequence_ends_with_base(const bd_engine *engine, const bd_sequence *sequence);
 bool bd_sequence_idle(const bd_sequence *sequence); /* nothing is or was ever asked of the model */
 uint32_t bd_blocks_for(const bd_engine *engine, uint32_t tokens);
 bool bd_sequence_admit(bd_engine *engine,

@@ -8,7 +8,8 @@
 /* The overlay a sequence's next rows go through: without decode_delta the base continues after the
  * prompt. */
 static uint32_t group_now(const bd_engine *engine, const bd_sequence *sequence) {
-    bool base = !engine->options.decode_delta && sequence->computed >= sequence->prompt_count;
+    bool base = bd_sequence_ends_with_base(engine, sequence) &&
+                sequence->computed >= sequence->prompt_count;
     return base ? BD_GROUP_BASE : sequence->group;
 }
 
@@ -115,7 +116,8 @@ static uint32_t chunk_rows(const bd_engine *engine, const bd_sequence *sequence,
     if (n > chunk) n = chunk;
     if (n > left->rows) n = left->rows;
     /* A chunk has one overlay: it ends where the base takes over. */
-    if (!engine->options.decode_delta && sequence->computed < sequence->prompt_count &&
+    if (bd_sequence_ends_with_base(engine, sequence) &&
+        sequence->computed < sequence->prompt_count &&
         n > sequence->prompt_count - sequence->computed)
         n = sequence->prompt_count - sequence->computed;
     while (n > 0 && logits_needed(sequence, n) > left->logits)

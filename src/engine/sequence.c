@@ -111,9 +111,15 @@ static bd_kv_key chain_key(const bd_engine *engine, bd_kv_key parent, const int3
     return bd_kv_hash(engine->secret, parts, sizeof parts);
 }
 
+/* A variant with added vocabulary keeps its delta: the base has no rows for its tokens. */
+bool bd_sequence_ends_with_base(const bd_engine *engine, const bd_sequence *sequence) {
+    return !engine->options.decode_delta && sequence->group != BD_GROUP_BASE &&
+           engine->groups[sequence->group].overlay->extra_rows == 0;
+}
+
 /* Tokens that the base wrote after a variant's prefill are not what the key promises. */
 static uint32_t publishable_tokens(const bd_engine *engine, const bd_sequence *sequence) {
-    bool pure = engine->options.decode_delta || sequence->group == BD_GROUP_BASE;
+    bool pure = !bd_sequence_ends_with_base(engine, sequence);
     uint32_t tokens = sequence->computed;
     return pure || tokens < sequence->prompt_count ? tokens : sequence->prompt_count;
 }

@@ -36,9 +36,8 @@ static void take_config(bd_router_queue *queue, const bd_router *router,
                         const bd_model_config *config) {
     bd_served *served = &queue->served;
     uint32_t limit = bd_model_max_len(router->options.model);
-    uint32_t vocab = bd_model_config_of(router->options.model)->vocab;
     served->max_model_len = config->max_positions < limit ? config->max_positions : limit;
-    served->vocab = config->vocab < vocab ? config->vocab : vocab;
+    served->vocab = config->vocab;
     served->eos_count = config->eos_count;
     memcpy(served->eos_ids, config->eos_ids, sizeof served->eos_ids);
 }
@@ -163,6 +162,10 @@ static bd_status read_side_files(bd_router *router, bd_router_queue *queue, bd_e
     bd_status status = bd_model_config_read_variant(
         queue->dir, bd_model_config_of(router->options.model), &config, err);
     if (status != BD_OK) return status;
+    uint32_t most = bd_model_logits_width(router->options.model);
+    if (config.vocab > most)
+        return bd_fail(err, BD_E_UNSUPPORTED, "vocab_size",
+                       "%s: vocab_size %u, there is room for %u", queue->dir, config.vocab, most);
     take_config(queue, router, &config);
     return load_tokenizer(router, queue, err);
 }

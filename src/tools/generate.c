@@ -33,7 +33,7 @@ typedef struct generation {
     bd_token_result *results; /* [chunk] */
     int32_t *targets;         /* [chunk], for rows that are only dumped */
     bd_npy npy;
-    float *row; /* [vocab of the model] */
+    float *row; /* [logits width of the model] */
     bd_detok detok;
     bool detok_open;
     bd_strbuf text;
@@ -267,9 +267,9 @@ static bd_status finish(generation *g, bd_error *err) {
     return s;
 }
 
-/* Rows are as wide as the model's vocabulary; a variant's own may be smaller. */
+/* Rows are as wide as the model's vocabulary or, where that is larger, the variant's. */
 static bd_status open_dump(generation *g, bd_error *err) {
-    const uint32_t vocab = bd_model_config_of(bd_session_model(g->session))->vocab;
+    const uint32_t vocab = bd_model_logits_width(bd_session_model(g->session));
     g->row = calloc(vocab, sizeof *g->row);
     if (!g->row) return bd_fail(err, BD_E_MEMORY, NULL, "no memory for a row of logits");
     return bd_npy_open(&g->npy, g->request->dump_logits, vocab, err);

@@ -49,31 +49,41 @@ bd_status bd_session_config(const bd_session_options *options, bd_model_config *
 }
 
 /* Verifies one chunk after the other, so that no unchecked byte reaches a page. */
-static bd_status feed_file(const bd_delta *delta, const bd_mapped_file *map, bd_overlay_feed *feed,
-                           bd_error *err) {
-    const bd_delta_file *file = &delta->files[0];
+static bd_status feed_chunks(const bd_delta *delta, uint32_t index, const bd_mapped_file *map,
+                             bd_overlay_feed *feed, bd_error *err) {
+    const bd_delta_file *file = &delta->files[index];
     if (map->bytes != file->bytes) {
         return bd_fail(err, BD_E_CORRUPT, file->name, "%s has %zu bytes, delta.json says %llu",
                        file->name, map->bytes, (unsigned long long)file->bytes);
     }
     if (file->chunk_bytes == 0) {
-        const bd_status s = bd_delta_verify_shard(delta, 0, err);
-        return s != BD_OK ? s : bd_overlay_feed_bytes(feed, 0, 0, map->data, map->bytes, err);
+        const bd_status s = bd_delta_verify_shard(delta, index, err);
+        return s != BD_OK ? s : bd_overlay_feed_bytes(feed, index, 0, map->data, map->bytes, err);
     }
     for (uint32_t chunk = 0; chunk < file->chunk_count; chunk++) {
         const uint64_t from = chunk * file->chunk_bytes;
         const uint64_t left = file->bytes - from,
                        n = left < file->chunk_bytes ? left : file->chunk_bytes;
-        bd_status s = bd_delta_check_chunk(delta, 0, chunk, map->data + from, (size_t)n, err);
-        if (s == BD_OK) s = bd_overlay_feed_bytes(feed, 0, from, map->data + from, n, err);
+        bd_status s = bd_delta_check_chunk(delta, index, chunk, map->data + from, (size_t)n, err);
+        if (s == BD_OK) s = bd_overlay_feed_bytes(feed, index, from, map->data + from, n, err);
         if (s != BD_OK) return s;
     }
     return BD_OK;
 }
 
-static bd_status load_delta(bd_session *session, bd_error *err) {
+static bd_status feed_file(const bd_delta *delta, uint32_t index, bd_overlay_feed *feed,
+                           bd_error *err) {
     char path[1300];
-    bd_mapped_file map = {0};
+    bd_mapped_file map;
+    bd_status s = bd_path_join(path, sizeof path, delta->dir, delta->files[index].name, err);
+    if (s == BD_OK) s = bd_file_map(path, &map, err);
+    if (s != BD_OK) return s;
+    s = feed_chunks(delta, index, &map, feed, err);
+    bd_file_unmap(&map);
+    return s;
+}
+
+static bd_status load_delta(bd_session *session, bd_error *err) {
     bd_overlay_feed *feed = NULL;
     const bd_backend_ops *ops = bd_model_ops(session->model);
     bd_status s = bd_overlay_plan_create(session->model, &session->delta, &session->plan, err);
@@ -87,16 +97,14 @@ static bd_status load_delta(bd_session *session, bd_error *err) {
     s = bd_overlay_create(session->model, &session->delta, &session->plan, session->pages,
                           &session->overlay, err);
     if (s == BD_OK)
-        s = bd_path_join(path, sizeof path, session->delta.dir, session->delta.files[0].name, err);
-    if (s == BD_OK) s = bd_file_map(path, &map, err);
-    if (s != BD_OK) return s;
-    s = bd_overlay_feed_create(session->model, &session->plan, session->pages, &feed, err);
-    if (s == BD_OK) s = feed_file(&session->delta, &map, feed, err);
+        s = bd_overlay_feed_create(session->model, &session->plan, session->pages, &feed, err);
+    for (uint32_t i = 0; s == BD_OK && i < session->delta.shard_count; i++)
+        s = feed_file(&session->delta, i, feed, err);
     if (s == BD_OK && bd_overlay_feed_ready(feed) != session->plan.ready_count) {
-        s = bd_fail(err, BD_E_FORMAT, path, "%s ends before its tensors do", path);
+        s = bd_fail(err, BD_E_FORMAT, session->delta.dir, "%s ends before its tensors do",
+                    session->delta.dir);
     }
     bd_overlay_feed_destroy(feed);
-    bd_file_unmap(&map);
     session->active = session->overlay;
     return s;
 }
@@ -112,10 +120,13 @@ static void show_progress(void *ctx, uint64_t done_bytes, uint64_t total_bytes) 
 static bd_status open_model(bd_session *session, const bd_session_options *options,
                             const bd_backend_ops *ops, const bd_model_config *base, bd_error *err) {
     uint32_t tenth = 0;
+    bd_model_config own;
+    bd_status s = bd_session_config(options, &own, err);
+    if (s != BD_OK) return s;
+    const uint32_t extra = own.vocab > base->vocab ? own.vocab - base->vocab : 0;
     const uint64_t page_bytes = bd_overlay_page_bytes(base, ops);
     uint64_t pages = 0;
-    if (session->has_delta)
-        pages = bd_overlay_pages_per_variant(base, ops, session->delta.bits, true);
+    if (session->has_delta) pages = bd_overlay_pages_of(base, ops, &session->delta);
     if (session->lora) pages = bd_lora_device_bytes(session->lora) / page_bytes + 1;
     if (pages > UINT32_MAX)
         return bd_fail(err, BD_E_LIMIT, options->lora_dir, "the adapter is too large");
@@ -133,6 +144,9 @@ static bd_status open_model(bd_session *session, const bd_session_options *optio
         .kv_tokens = options->tokens_max,
         .rope_tables_max = 2,
         .delta_pages = (uint32_t)pages,
+        .extra_vocab_max = options->finetuned_dir       ? 0
+                           : extra < BD_EXTRA_VOCAB_MAX ? extra
+                                                        : BD_EXTRA_VOCAB_MAX,
         .progress = show_progress,
         .progress_ctx = &tenth,
     };

@@ -19,6 +19,10 @@ uint32_t bd_model_max_len(const bd_model *model) {
     return 512;
 }
 
+uint32_t bd_model_logits_width(const bd_model *model) {
+    return model->config.vocab;
+}
+
 enum { BASE = 0, PROMPTS = 3, TOKENS = 40 };
 
 typedef struct world {

@@ -47,7 +47,8 @@ typedef struct bd_engine_options {
     uint32_t variants_per_step_max; /* 16; the base does not count */
     uint32_t logits_rows_max;
     uint64_t step_deadline_us; /* the device counts as lost beyond it; 0: no deadline */
-    bool decode_delta;         /* false: the base decodes after a variant's prefill */
+    bool decode_delta;         /* false: the base decodes after a variant's prefill (if it added no
+                                  vocabulary) */
     bool prefix_cache;         /* keep full KV blocks for prompts that start alike */
     bd_engine_hooks hooks;
     bd_metrics *metrics; /* may be NULL */
