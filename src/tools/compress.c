@@ -7,7 +7,6 @@
 #include <string.h>
 
 #include "bitdelta/base/file.h"
-#include "bitdelta/base/half.h"
 #include "bitdelta/base/strbuf.h"
 
 #include "compress_internal.h"
@@ -29,14 +28,13 @@ typedef struct run {
     bd_pool *pool;
     bd_output_dir output;
     bd_delta delta; /* the manifest to be */
-    bd_delta_file file;
-    char file_name[64];
-    uint64_t *chunks; /* owned, borrowed by file */
-    double *changes;  /* [plan.count], of the sign-coded ones */
+    bd_compress_files files;
+    double *changes; /* [plan.count], of the sign-coded ones */
     uint32_t change_count;
     const char *side_files[SIDE_FILES_MAX]; /* to be copied from the fine-tune */
     uint32_t side_count;
-    uint64_t shard_bytes;
+    uint32_t shards;
+    uint64_t delta_bytes; /* of all shards */
     bd_progress progress;
 } run;
 
@@ -85,6 +83,7 @@ static bd_status check_request(run *r, bd_error *err) {
     r->scale = q->scale ? q->scale : "row";
     r->embeddings = q->embeddings ? q->embeddings : "sign";
     r->planes = q->bits ? q->bits : 1;
+    r->shards = q->shards ? q->shards : 1;
     if (!is_one_of(r->scale, scales))
         return bd_fail(err, BD_E_ARGUMENT, "scale", "--scale is neither row nor matrix");
     if (!is_one_of(r->embeddings, embeddings)) {
@@ -92,12 +91,8 @@ static bd_status check_request(run *r, bd_error *err) {
     }
     if (r->planes > BD_PLANES_MAX)
         return bd_fail(err, BD_E_ARGUMENT, "bits", "--bits is not 1, 2, 3 or 4");
-    if (q->shards > 1) {
-        return bd_fail(err, BD_E_UNSUPPORTED, "shards",
-                       "--shards %u: compress writes one shard, which serves every degree of "
-                       "tensor parallelism",
-                       q->shards);
-    }
+    if (r->shards > BD_COMPRESS_SHARDS_MAX || (r->shards & (r->shards - 1)) != 0)
+        return bd_fail(err, BD_E_ARGUMENT, "shards", "--shards is not 1, 2, 4 or 8");
     bd_status status = set_name(r->delta.base, q->base_name, q->base_dir, "base name", err);
     if (status == BD_OK)
         status = set_name(r->delta.variant, q->variant_name, q->out_dir, "variant name", err);
@@ -116,17 +111,14 @@ static bd_status read_config(bd_compress_model *model, const char *dir, bd_error
     return model->has_config ? bd_model_config_read(dir, &model->config, err) : BD_OK;
 }
 
-/* Before anything big is read. A different tying alone is no obstacle: the tensors decide
- * (compress_plan.c). */
+/* Before anything big is read. */
 static bd_status check_configs(run *r, bd_error *err) {
-    const bd_model_config *base = &r->base.config, *tuned = &r->tuned.config;
     if (!r->base.has_config || !r->tuned.has_config) return BD_OK;
-    bd_model_config same_tying = *tuned;
-    if (!bd_model_config_variant_differs(base, tuned)) same_tying.tied = base->tied;
     char path[PATH_BYTES];
     bd_status status =
         bd_path_join(path, sizeof path, r->request->finetuned_dir, "config.json", err);
-    return status == BD_OK ? bd_model_config_check_variant(base, &same_tying, path, err) : status;
+    if (status != BD_OK) return status;
+    return bd_model_config_check_variant(&r->base.config, &r->tuned.config, path, err);
 }
 
 static bd_status open_models(run *r, bd_error *err) {
@@ -145,13 +137,20 @@ static bd_status make_plan(run *r, bd_error *err) {
     const bd_embeddings embeddings = strcmp(r->embeddings, "full") == 0   ? BD_EMBEDDINGS_FULL
                                      : strcmp(r->embeddings, "base") == 0 ? BD_EMBEDDINGS_BASE
                                                                           : BD_EMBEDDINGS_SIGN;
-    bd_status status =
-        bd_compress_plan_make(&r->base, &r->tuned, embeddings, r->planes, &r->plan, err);
+    bd_status status = bd_compress_check_shards(&r->base, r->shards, err);
+    if (status == BD_OK)
+        status = bd_compress_plan_make(&r->base, &r->tuned, embeddings, r->planes, r->shards,
+                                       &r->plan, err);
     if (status != BD_OK) return status;
     r->changes = calloc((size_t)r->plan.count + 1, sizeof *r->changes);
     if (!r->changes) return bd_fail(err, BD_E_MEMORY, NULL, "out of memory");
-    return bd_safetensors_measure(r->plan.tensors, r->plan.tensor_count, ALIGN_BYTES,
-                                  &r->shard_bytes, err);
+    for (uint32_t i = 0; i < r->shards && status == BD_OK; i++) {
+        uint64_t bytes = 0;
+        status = bd_safetensors_measure(r->plan.tensors + (size_t)i * r->plan.tensor_max,
+                                        r->plan.tensor_count, ALIGN_BYTES, &bytes, err);
+        r->delta_bytes += bytes;
+    }
+    return status;
 }
 
 /* ---- the small files ------------------------------------------------------------------------- */
@@ -209,95 +208,30 @@ static bd_status copy_side_files(const run *r, bd_error *err) {
     return status;
 }
 
-/* ---- the shard ------------------------------------------------------------------------------- */
+/* ---- the shards ------------------------------------------------------------------------------ */
 
-static bd_status write_planes(run *r, const bd_compress_item *item, bd_safetensors_writer *writer,
-                              bd_error *err) {
-    bd_compress_planes planes;
-    const bool matrix = strcmp(r->scale, "matrix") == 0;
-    const uint64_t rows = item->base.shape[0], cols = item->base.shape[1];
-    bd_status status = bd_compress_encode(r->pool, item, r->planes, matrix, &planes, err);
-    if (status != BD_OK) return status;
-    for (uint32_t p = 0; p < r->planes && status == BD_OK; p++) {
-        status =
-            bd_safetensors_writer_append(writer, planes.bits[p], (size_t)(rows * (cols / 8)), err);
-        if (status != BD_OK) break;
-        status = bd_safetensors_writer_append(writer, planes.scale[p], (size_t)rows * sizeof(float),
-                                              err);
-    }
-    r->changes[r->change_count++] = planes.relative_change;
-    bd_compress_planes_free(&planes);
-    return status;
-}
-
-/* The rows after those of the base lie directly behind the view of the common ones. */
-static bd_status write_extra_rows(const bd_compress_item *item, bd_safetensors_writer *writer,
-                                  bd_error *err) {
-    const uint64_t cols = item->base.shape[1], rows = item->base.shape[0];
-    bd_tensor tuned = item->tuned;
-    tuned.shape[0] = rows + item->extra_rows;
-    tuned.bytes = tuned.shape[0] * cols * bd_dtype_bytes(tuned.dtype);
-    float *values = malloc((size_t)cols * sizeof *values);
-    uint16_t *halves = malloc((size_t)cols * sizeof *halves);
+static bd_status write_item(run *r, const bd_compress_item *item, bd_error *err) {
+    const bool matrix = strcmp(r->scale, "matrix") == 0, sign = item->kind == BD_DELTA_SIGN;
+    bd_compress_planes planes = {0};
     bd_status status = BD_OK;
-    if (!values || !halves) {
-        status = bd_fail(err, BD_E_MEMORY, item->name, "out of memory");
-        goto done;
-    }
-    for (uint64_t row = rows; row < rows + item->extra_rows && status == BD_OK; row++) {
-        bd_tensor view = tuned;
-        view.data += row * cols * bd_dtype_bytes(tuned.dtype);
-        view.bytes = cols * bd_dtype_bytes(tuned.dtype);
-        if ((status = bd_compress_check_finite(&view, item->name, err)) != BD_OK) break;
-        bd_tensor_to_f32(&view, 0, cols, values);
-        for (uint64_t i = 0; i < cols; i++)
-            halves[i] = bd_f32_to_bf16(values[i]);
-        status = bd_safetensors_writer_append(writer, halves, (size_t)cols * sizeof *halves, err);
-    }
-done:
-    free(values);
-    free(halves);
-    return status;
-}
-
-static bd_status write_item(run *r, const bd_compress_item *item, bd_safetensors_writer *writer,
-                            bd_error *err) {
-    bd_status status;
-    if (item->kind == BD_DELTA_SIGN) {
-        status = write_planes(r, item, writer, err);
-    } else {
-        status = bd_compress_check_finite(&item->tuned, item->name, err);
-        if (status == BD_OK) {
-            status = bd_safetensors_writer_append(writer, item->tuned.data,
-                                                  (size_t)item->tuned.bytes, err);
-        }
-    }
-    if (status == BD_OK && item->extra_rows > 0) status = write_extra_rows(item, writer, err);
+    if (sign) status = bd_compress_encode(r->pool, item, r->planes, matrix, &planes, err);
+    if (status != BD_OK) return status;
+    status = bd_compress_files_put(&r->files, item, &planes, r->planes, err);
+    if (sign) r->changes[r->change_count++] = planes.relative_change;
+    bd_compress_planes_free(&planes);
     bd_tensor_release(&item->base);
     bd_tensor_release(&item->tuned);
     bd_progress_add(&r->progress, item->base.bytes + item->tuned.bytes, item->name);
     return status;
 }
 
-static bd_status write_shard(run *r, bd_error *err) {
-    char path[PATH_BYTES];
-    bd_safetensors_writer *writer = NULL;
-    bd_delta_file_name(r->file_name, sizeof r->file_name, 0, 1);
-    bd_status status = bd_path_join(path, sizeof path, r->output.temporary, r->file_name, err);
-    if (status != BD_OK) return status;
-    status = bd_safetensors_writer_create(path, r->plan.tensors, r->plan.tensor_count, ALIGN_BYTES,
-                                          &writer, err);
-    if (status != BD_OK) return status;
+static bd_status write_shards(run *r, bd_error *err) {
+    bd_status status =
+        bd_compress_files_open(&r->files, &r->plan, r->output.temporary, ALIGN_BYTES, err);
     bd_progress_begin(&r->progress, r->notes, r->request->json, r->plan.input_bytes);
-    for (uint32_t i = 0; i < r->plan.count && status == BD_OK; i++) {
-        status = write_item(r, &r->plan.items[i], writer, err);
-    }
-    if (status != BD_OK) {
-        bd_safetensors_writer_abort(writer);
-        return status;
-    }
-    if ((status = bd_safetensors_writer_finish(writer, err)) != BD_OK) return status;
-    return bd_delta_hash_file(path, &r->file, &r->chunks, err);
+    for (uint32_t i = 0; i < r->plan.count && status == BD_OK; i++)
+        status = write_item(r, &r->plan.items[i], err);
+    return status == BD_OK ? bd_compress_files_finish(&r->files, r->output.temporary, err) : status;
 }
 
 static bd_status write_manifest(run *r, bd_error *err) {
@@ -305,12 +239,11 @@ static bd_status write_manifest(run *r, bd_error *err) {
     (void)snprintf(d->dir, sizeof d->dir, "%s", r->output.temporary);
     (void)snprintf(d->embeddings, sizeof d->embeddings, "%s", r->embeddings);
     (void)snprintf(d->scale, sizeof d->scale, "%s", r->scale);
-    r->file.name = r->file_name;
     d->bits = r->planes;
-    d->shard_count = 1;
+    d->shard_count = r->shards;
     d->entry_count = r->plan.count;
     d->entries = r->plan.entries;
-    d->files = &r->file;
+    d->files = r->files.files;
     return bd_delta_write_manifest(d, err);
 }
 
@@ -371,11 +304,13 @@ static void report_json(const run *r, double change) {
     put_pair(&b, "scale", r->scale);
     put_pair(&b, "embeddings", r->embeddings);
     bd_strbuf_printf(
-        &b, ",\"bits\":%u,\"tensors_sign\":%u,\"tensors_full\":%u,\"tensors_equal\":%u", r->planes,
-        count_kind(r, BD_DELTA_SIGN), count_kind(r, BD_DELTA_FULL), r->plan.equal_count);
+        &b,
+        ",\"bits\":%u,\"shards\":%u,\"tensors_sign\":%u,\"tensors_full\":%u,\"tensors_equal\":%u",
+        r->planes, r->shards, count_kind(r, BD_DELTA_SIGN), count_kind(r, BD_DELTA_FULL),
+        r->plan.equal_count);
     bd_strbuf_printf(&b, ",\"model_bytes\":%llu,\"delta_bytes\":%llu",
                      (unsigned long long)bd_checkpoint_bytes(r->tuned_files),
-                     (unsigned long long)r->shard_bytes);
+                     (unsigned long long)r->delta_bytes);
     if (!r->request->dry_run) {
         bd_strbuf_printf(&b, ",\"median_relative_change\":%.6g,\"seconds\":%.3f", change,
                          bd_progress_seconds(&r->progress));
@@ -391,13 +326,13 @@ static void report_json(const run *r, double change) {
 
 static void report_text(const run *r, FILE *to, double change) {
     const double model = (double)bd_checkpoint_bytes(r->tuned_files),
-                 delta = (double)r->shard_bytes;
+                 delta = (double)r->delta_bytes;
     (void)fprintf(
         to, "%s%s: %u tensors by sign (%u bit%s, scale per %s), %u in full, %u as in the base\n",
         r->request->dry_run ? "would write " : "", r->output.path, count_kind(r, BD_DELTA_SIGN),
         r->planes, r->planes == 1 ? "" : "s", r->scale, count_kind(r, BD_DELTA_FULL),
         r->plan.equal_count);
-    (void)fprintf(to, "%llu bytes for a model of %llu (1/%.1f)", (unsigned long long)r->shard_bytes,
+    (void)fprintf(to, "%llu bytes for a model of %llu (1/%.1f)", (unsigned long long)r->delta_bytes,
                   (unsigned long long)bd_checkpoint_bytes(r->tuned_files),
                   delta > 0.0 ? model / delta : 0.0);
     if (!r->request->dry_run) {
@@ -415,10 +350,12 @@ static void report_table(const run *r) {
     uint32_t t = 0;
     for (uint32_t i = 0; i < r->plan.count; i++) {
         const bd_compress_item *item = &r->plan.items[i];
-        const bool sign = item->kind == BD_DELTA_SIGN;
-        uint64_t bytes = item->extra_rows * 2 * item->base.shape[1];
-        bytes += sign ? r->planes * item->base.shape[0] * (item->base.shape[1] / 8 + 4)
-                      : item->tuned.bytes;
+        const bool sign = item->kind == BD_DELTA_SIGN, table = bd_compress_is_embedding(item->name);
+        const uint64_t rows = item->base.shape[0], cols = item->base.shape[1];
+        uint64_t bytes = item->extra_rows * 2 * cols;
+        bytes += sign    ? r->planes * rows * (cols / 8 + 4)
+                 : table ? rows * cols * 2
+                         : item->tuned.bytes;
         (void)fprintf(r->out, "%-6s %12llu -> %10llu  %s\n", sign ? "sign" : "full",
                       (unsigned long long)item->tuned.bytes, (unsigned long long)bytes, item->name);
         t++;
@@ -431,9 +368,9 @@ static void report_table(const run *r) {
 static bd_status write_all(run *r, bd_error *err) {
     bd_status status = bd_pool_create(&r->pool, r->request->threads, "bd-comp", err);
     if (status != BD_OK) return status;
-    if ((status = bd_output_begin(&r->output, r->shard_bytes + (1u << 20), err)) != BD_OK)
+    if ((status = bd_output_begin(&r->output, r->delta_bytes + (1u << 20), err)) != BD_OK)
         return status;
-    if ((status = write_shard(r, err)) != BD_OK) return status;
+    if ((status = write_shards(r, err)) != BD_OK) return status;
     const double change = median_change(r);
     if ((status = check_base_fits(r, change, err)) != BD_OK) return status;
     if ((status = copy_side_files(r, err)) != BD_OK) return status;
@@ -453,7 +390,7 @@ static void clean_up(run *r) {
     bd_compress_plan_free(&r->plan);
     bd_checkpoint_close(r->base_files);
     bd_checkpoint_close(r->tuned_files);
-    free(r->chunks);
+    bd_compress_files_free(&r->files);
     free(r->changes);
 }
 

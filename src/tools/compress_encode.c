@@ -17,9 +17,10 @@ typedef struct encoder {
     uint32_t plane; /* the one being coded; those before it are complete */
     bool matrix_scale;
     uint64_t rows, cols, block_rows;
-    double *sums;      /* [rows] of |residual| */
-    double *base_sums; /* [rows] of |base| */
-    float *scratch;    /* [worker][2][cols] */
+    uint64_t tuned_rows; /* rows with values of the fine-tune */
+    double *sums;        /* [rows] of |residual| */
+    double *base_sums;   /* [rows] of |base| */
+    float *scratch;      /* [worker][2][cols] */
 } encoder;
 
 /* What the planes before this one leave of a row of differences. */
@@ -33,7 +34,11 @@ static void subtract_planes(const encoder *e, uint64_t row, float *values) {
 
 static void encode_row(const encoder *e, uint64_t row, float *base, float *values) {
     bd_tensor_to_f32(&e->item->base, row * e->cols, e->cols, base);
-    bd_tensor_to_f32(&e->item->tuned, row * e->cols, e->cols, values);
+    if (row < e->tuned_rows) {
+        bd_tensor_to_f32(&e->item->tuned, row * e->cols, e->cols, values);
+    } else { /* beyond a smaller vocabulary: as the base has it */
+        memcpy(values, base, (size_t)e->cols * sizeof *values);
+    }
     if (e->plane == 0) {
         double sum = 0.0;
         for (uint64_t i = 0; i < e->cols; i++)
@@ -107,6 +112,7 @@ bd_status bd_compress_encode(bd_pool *pool, const bd_compress_item *item, uint32
     encoder e = {.item = item, .planes = out, .matrix_scale = matrix_scale};
     e.rows = item->base.shape[0];
     e.cols = item->base.shape[1];
+    e.tuned_rows = item->tuned.shape[0];
     e.block_rows = e.cols < BLOCK_VALUES ? BLOCK_VALUES / e.cols : 1;
     const uint64_t blocks = (e.rows + e.block_rows - 1) / e.block_rows;
     bd_status status = BD_OK;
@@ -122,8 +128,8 @@ bd_status bd_compress_encode(bd_pool *pool, const bd_compress_item *item, uint32
             const double base_sum = total(e.base_sums, e.rows);
             out->relative_change = sum > 0.0 ? sum / base_sum : 0.0;
         }
-        const float mean = (float)(sum / ((double)e.rows * (double)e.cols));
-        for (uint64_t row = 0; matrix_scale && row < e.rows; row++)
+        const float mean = (float)(sum / ((double)e.tuned_rows * (double)e.cols));
+        for (uint64_t row = 0; matrix_scale && row < e.tuned_rows; row++)
             out->scale[e.plane][row] = mean;
     }
 done:

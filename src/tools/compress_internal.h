@@ -18,7 +18,8 @@ typedef struct bd_compress_item { /* one tensor under its canonical name */
     bd_delta_kind kind;
     bd_tensor base,
         tuned;           /* views: whole tensors, or the rows of one projection of a fused tensor */
-    uint64_t extra_rows; /* rows of the fine-tune below those of the base */
+    uint64_t extra_rows; /* rows of the fine-tune below those of the base; tuned has fewer rows
+                            than base where its vocabulary is smaller */
 } bd_compress_item;
 
 typedef struct bd_compress_model {
@@ -32,7 +33,10 @@ typedef struct bd_compress_plan {
     bd_compress_item *items; /* what the delta holds, in data order */
     uint32_t equal_count;    /* tensors left out because they are the base's */
     uint64_t input_bytes;    /* of both models' stored tensors */
-    uint32_t tensor_count;   /* what the file will hold: names owned */
+    uint32_t shards;
+    uint64_t kv_parts;     /* different parts of k and v */
+    uint32_t tensor_count; /* what each file will hold, [shards][tensor_max]: names owned */
+    uint32_t tensor_max;
     bd_tensor *tensors;
     bd_delta_entry *entries; /* [count] */
 } bd_compress_plan;
@@ -47,7 +51,8 @@ typedef enum bd_embeddings {
 BD_MUST_CHECK bd_status bd_compress_plan_make(const bd_compress_model *base,
                                               const bd_compress_model *tuned,
                                               bd_embeddings embeddings, uint32_t planes,
-                                              bd_compress_plan *out, bd_error *err);
+                                              uint32_t shards, bd_compress_plan *out,
+                                              bd_error *err);
 void bd_compress_plan_free(bd_compress_plan *plan);
 
 bool bd_compress_is_embedding(const char *name); /* the embedding or the head */
@@ -72,6 +77,38 @@ void bd_compress_planes_free(bd_compress_planes *planes);
 /* A NaN or an infinity in a tensor that is stored whole is BD_E_FORMAT naming it. */
 BD_MUST_CHECK bd_status bd_compress_check_finite(const bd_tensor *tensor, const char *name,
                                                  bd_error *err);
+
+/* ---- files: compress_shards.c ---------------------------------------------------------------- */
+
+#define BD_COMPRESS_SHARDS_MAX 8u
+
+/* Can a model of this shape be cut? The refusal says which number does not divide. */
+BD_MUST_CHECK bd_status bd_compress_check_shards(const bd_compress_model *base, uint32_t shards,
+                                                 bd_error *err);
+/* Fills plan->tensors from its items. */
+BD_MUST_CHECK bd_status bd_compress_list_tensors(bd_compress_plan *plan, uint32_t planes,
+                                                 bd_error *err);
+
+typedef struct bd_compress_files { /* zeroed by the caller; free with bd_compress_files_free */
+    const bd_compress_plan *plan;
+    bd_safetensors_writer *writers[BD_COMPRESS_SHARDS_MAX];
+    bd_delta_file files[BD_COMPRESS_SHARDS_MAX];
+    char names[BD_COMPRESS_SHARDS_MAX][64];
+    uint64_t *chunks[BD_COMPRESS_SHARDS_MAX]; /* owned, borrowed by files */
+} bd_compress_files;
+
+BD_MUST_CHECK bd_status bd_compress_files_open(bd_compress_files *files,
+                                               const bd_compress_plan *plan, const char *dir,
+                                               uint32_t align_bytes, bd_error *err);
+/* The next item of the plan; planes: of a sign-coded one. */
+BD_MUST_CHECK bd_status bd_compress_files_put(bd_compress_files *files,
+                                              const bd_compress_item *item,
+                                              const bd_compress_planes *planes,
+                                              uint32_t plane_count, bd_error *err);
+/* Ends and hashes all files: files->files are complete. */
+BD_MUST_CHECK bd_status bd_compress_files_finish(bd_compress_files *files, const char *dir,
+                                                 bd_error *err);
+void bd_compress_files_free(bd_compress_files *files);
 
 /* ---- output: compress_output.c --------------------------------------------------------------- */
 

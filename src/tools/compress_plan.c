@@ -76,12 +76,16 @@ static bd_status check_shapes(const planner *p, const char *name, const bd_tenso
         memcmp(base->shape, tuned->shape, base->rank * sizeof base->shape[0]) == 0) {
         return BD_OK;
     }
-    const bool grown = base->rank == 2 && tuned->rank == 2 && base->shape[1] == tuned->shape[1] &&
-                       tuned->shape[0] > base->shape[0] && bd_compress_is_embedding(name);
-    if (grown && tuned->shape[0] - base->shape[0] <= BD_EXTRA_ROWS_MAX) {
+    const bool table = base->rank == 2 && tuned->rank == 2 && base->shape[1] == tuned->shape[1] &&
+                       bd_compress_is_embedding(name);
+    const bool grown = table && tuned->shape[0] > base->shape[0];
+    if (grown && tuned->shape[0] - base->shape[0] <= BD_EXTRA_VOCAB_MAX) {
         *extra_rows = tuned->shape[0] - base->shape[0];
         return BD_OK;
     }
+    /* Fewer rows are masked by the vocabulary that config.json says. */
+    if (table && !grown && p->tuned->has_config && p->tuned->config.vocab == tuned->shape[0])
+        return BD_OK;
     char want[200], got[200];
     shape_text(base, want, sizeof want);
     shape_text(tuned, got, sizeof got);
@@ -101,10 +105,18 @@ static bd_status add_signed(planner *p, const char *name, const bd_tensor *base,
     return add_item(p, name, BD_DELTA_SIGN, base, tuned, err);
 }
 
+/* Neither stays in memory: what is compared here is read again much later. */
+static bool same_bytes(const bd_tensor *a, const bd_tensor *b) {
+    const bool same = strcmp(a->dtype_name, b->dtype_name) == 0 && a->bytes == b->bytes &&
+                      (a->bytes == 0 || memcmp(a->data, b->data, (size_t)a->bytes) == 0);
+    bd_tensor_release(a);
+    bd_tensor_release(b);
+    return same;
+}
+
 static bd_status add_whole_if_changed(planner *p, const char *name, const bd_tensor *base,
                                       const bd_tensor *tuned, bd_error *err) {
-    if (strcmp(base->dtype_name, tuned->dtype_name) == 0 && base->bytes == tuned->bytes &&
-        (base->bytes == 0 || memcmp(base->data, tuned->data, (size_t)base->bytes) == 0)) {
+    if (same_bytes(base, tuned)) {
         p->plan->equal_count++;
         return BD_OK;
     }
@@ -135,11 +147,15 @@ static bd_status add_pair(planner *p, const char *name, const bd_tensor *base,
                     (status = check_dtype(p->tuned, name, tuned, err)) != BD_OK)) {
         return status;
     }
+    /* A head of its own over a tied base, even one that is the base's embedding, is not the
+     * variant's embedding. */
+    const bool own_head =
+        embedding && strcmp(name, HEAD_NAME) == 0 && strcmp(base->name, name) != 0;
     const bd_tensor common = extra_rows ? rows_of(tuned, 0, base->shape[0]) : *tuned;
     const uint32_t before = p->plan->count;
     if (by_sign && !(embedding && p->embeddings == BD_EMBEDDINGS_FULL)) {
         status = add_signed(p, name, base, &common, err);
-    } else if (extra_rows) { /* the added rows need an entry to belong to */
+    } else if (extra_rows || own_head) { /* added rows need an entry to belong to */
         status = add_item(p, name, BD_DELTA_FULL, base, &common, err);
     } else {
         status = add_whole_if_changed(p, name, base, tuned, err);
@@ -227,30 +243,52 @@ static const bd_tensor *tuned_tensor(const planner *p, const char *name) {
     return bd_checkpoint_find(p->tuned->checkpoint, EMBED_NAME);
 }
 
+/* The base's head is its embedding. */
+static bool is_base_tied(const planner *p) {
+    return p->base->has_config ? p->base->config.tied
+                               : !bd_checkpoint_find(p->base->checkpoint, HEAD_NAME);
+}
+
 /* A head that repeats the embedding byte for byte is what some tools save of a tied model. */
 static bool repeats_embedding(const planner *p, const bd_tensor *t) {
     const bd_tensor *embed = bd_checkpoint_find(p->tuned->checkpoint, EMBED_NAME);
-    return strcmp(t->name, HEAD_NAME) == 0 && embed && embed->bytes == t->bytes &&
-           embed->rank == t->rank && strcmp(embed->dtype_name, t->dtype_name) == 0 &&
-           embed->shape[0] == t->shape[0] && memcmp(embed->data, t->data, (size_t)t->bytes) == 0;
+    return embed && embed->rank == t->rank && embed->shape[0] == t->shape[0] &&
+           same_bytes(embed, t);
 }
 
 static bd_status check_surplus(const planner *p, bd_error *err) {
+    const bool tied = is_base_tied(p);
     for (uint32_t i = 0; i < bd_checkpoint_count(p->tuned->checkpoint); i++) {
         const bd_tensor *t = bd_checkpoint_at(p->tuned->checkpoint, i);
-        if (bd_checkpoint_find(p->base->checkpoint, t->name) || repeats_embedding(p, t)) continue;
-        return bd_fail(err, BD_E_MISMATCH, t->name, "%s: tensor \"%s\" is not in the base%s",
-                       path_of(p->tuned, t), t->name,
-                       strcmp(t->name, HEAD_NAME) == 0 ? ", whose head is tied to its embedding"
-                                                       : "");
+        if (bd_checkpoint_find(p->base->checkpoint, t->name)) continue;
+        if (tied && strcmp(t->name, HEAD_NAME) == 0) continue; /* add_own_head */
+        return bd_fail(err, BD_E_MISMATCH, t->name, "%s: tensor \"%s\" is not in the base",
+                       path_of(p->tuned, t), t->name);
     }
     return BD_OK;
 }
 
+/* The head of an untied fine-tune of a tied base, coded against what the base has for a head: its
+ * embedding. */
+static bd_status add_own_head(planner *p, bd_error *err) {
+    const bd_tensor *base = bd_checkpoint_find(p->base->checkpoint, EMBED_NAME);
+    const bd_tensor *head = bd_checkpoint_find(p->tuned->checkpoint, HEAD_NAME);
+    if (!base || !head || repeats_embedding(p, head)) return BD_OK;
+    if (p->tuned->has_config && p->tuned->config.tied) {
+        return bd_fail(err, BD_E_MISMATCH, HEAD_NAME,
+                       "%s: tensor \"" HEAD_NAME "\" differs from the embedding although "
+                       "config.json says tie_word_embeddings",
+                       path_of(p->tuned, head));
+    }
+    return add_pair(p, HEAD_NAME, base, head, err);
+}
+
 static bd_status add_all(planner *p, bd_error *err) {
+    const bool tied = is_base_tied(p);
     bd_status status = check_surplus(p, err);
     for (uint32_t i = 0; i < bd_checkpoint_count(p->base->checkpoint) && status == BD_OK; i++) {
         const bd_tensor *base = bd_checkpoint_at(p->base->checkpoint, i);
+        if (tied && strcmp(base->name, HEAD_NAME) == 0) continue;
         const bd_tensor *tuned = tuned_tensor(p, base->name);
         if (!tuned) {
             return bd_fail(err, BD_E_MISMATCH, base->name,
@@ -259,47 +297,10 @@ static bd_status add_all(planner *p, bd_error *err) {
         }
         status = add_pair_or_parts(p, base, tuned, err);
     }
-    return status;
+    return status == BD_OK && tied ? add_own_head(p, err) : status;
 }
 
-/* ---- what the file holds --------------------------------------------------------------------- */
-
-static bd_status add_tensor(bd_compress_plan *plan, const char *name, const char *dtype,
-                            const uint64_t *shape, uint32_t rank, bd_error *err) {
-    bd_tensor *t = &plan->tensors[plan->tensor_count];
-    char *copy = strdup(name);
-    if (!copy) return no_memory(err);
-    t->name = copy;
-    strncpy(t->dtype_name, dtype, sizeof t->dtype_name - 1);
-    t->rank = rank;
-    memcpy(t->shape, shape, rank * sizeof *shape);
-    plan->tensor_count++;
-    return BD_OK;
-}
-
-static bd_status add_item_tensors(const planner *p, const bd_compress_item *item, bd_error *err) {
-    bd_status status = BD_OK;
-    char name[700];
-    const uint64_t rows = item->base.rank ? item->base.shape[0] : 1, cols = item->base.shape[1];
-    if (item->kind == BD_DELTA_FULL) {
-        status = add_tensor(p->plan, item->name, item->tuned.dtype_name, item->tuned.shape,
-                            item->tuned.rank, err);
-    }
-    for (uint32_t plane = 0; item->kind == BD_DELTA_SIGN && plane < p->planes && status == BD_OK;
-         plane++) {
-        bd_delta_plane_name(name, sizeof name, item->name, true, plane);
-        status = add_tensor(p->plan, name, "U8", (const uint64_t[]){rows, cols / 8}, 2, err);
-        if (status != BD_OK) break;
-        bd_delta_plane_name(name, sizeof name, item->name, false, plane);
-        status = add_tensor(p->plan, name, "F32", &rows, 1, err);
-    }
-    if (status == BD_OK && item->extra_rows > 0) {
-        (void)snprintf(name, sizeof name, "%s.extra", item->name);
-        status =
-            add_tensor(p->plan, name, "BF16", (const uint64_t[]){item->extra_rows, cols}, 2, err);
-    }
-    return status;
-}
+/* ---- what the delta holds -------------------------------------------------------------------- */
 
 static int by_place(const void *a, const void *b) {
     const bd_compress_item *x = a, *y = b;
@@ -310,8 +311,7 @@ static bd_status describe(const planner *p, bd_error *err) {
     bd_compress_plan *plan = p->plan;
     if (plan->count > 1) qsort(plan->items, plan->count, sizeof *plan->items, by_place);
     plan->entries = calloc((size_t)plan->count + 1, sizeof *plan->entries);
-    plan->tensors = calloc((size_t)plan->count * (2 * p->planes + 1) + 1, sizeof *plan->tensors);
-    if (!plan->entries || !plan->tensors) return no_memory(err);
+    if (!plan->entries) return no_memory(err);
     for (uint32_t i = 0; i < plan->count; i++) {
         const bd_compress_item *item = &plan->items[i];
         bd_delta_entry *e = &plan->entries[i];
@@ -324,16 +324,15 @@ static bd_status describe(const planner *p, bd_error *err) {
                               .rank = item->base.rank,
                               .extra_rows = item->extra_rows};
         memcpy(e->shape, item->base.shape, sizeof e->shape);
-        const bd_status status = add_item_tensors(p, item, err);
-        if (status != BD_OK) return status;
     }
-    return BD_OK;
+    return bd_compress_list_tensors(plan, p->planes, err);
 }
 
 bd_status bd_compress_plan_make(const bd_compress_model *base, const bd_compress_model *tuned,
-                                bd_embeddings embeddings, uint32_t planes, bd_compress_plan *out,
-                                bd_error *err) {
-    *out = (bd_compress_plan){0};
+                                bd_embeddings embeddings, uint32_t planes, uint32_t shards,
+                                bd_compress_plan *out, bd_error *err) {
+    *out = (bd_compress_plan){.shards = shards, .kv_parts = shards};
+    if (base->has_config && base->config.kv_heads < shards) out->kv_parts = base->config.kv_heads;
     planner p = {
         .base = base, .tuned = tuned, .embeddings = embeddings, .planes = planes, .plan = out};
     bd_status status = add_all(&p, err);
@@ -345,7 +344,7 @@ bd_status bd_compress_plan_make(const bd_compress_model *base, const bd_compress
 void bd_compress_plan_free(bd_compress_plan *plan) {
     for (uint32_t i = 0; i < plan->count; i++)
         free(plan->items[i].name);
-    for (uint32_t i = 0; i < plan->tensor_count; i++) {
+    for (uint32_t i = 0; plan->tensors && i < plan->shards * plan->tensor_max; i++) {
         union {
             const char *borrowed;
             char *owned;

@@ -256,6 +256,214 @@ def test_tied_fine_tune_of_an_untied_base(tmp_path):
     assert [m["name"] for m in meta["tensors"] if "lm_head" in m["name"]] == []
 
 
+# ---- vocabularies and tyings that differ, shards -------------------------------------------------------------------------------
+
+EMBED, HEAD = ref.EMBED, ref.HEAD
+
+
+def sized_model(r, rng, shards=1, tied=None):
+    """A small whole model that runs and can be cut: its config and tensors, float32 values that bf16 holds."""
+    heads = shards * r.randint(1, 2)
+    kv_heads = r.choice([k for k in range(1, heads + 1) if heads % k == 0 and (k % shards == 0 or shards % k == 0)])
+    head_dim, ffn, hidden = 8 * r.randint(1, 3), 8 * shards * r.randint(1, 4), 8 * r.randint(2, 9)
+    vocab, tied = r.randint(20, 300), r.random() < 0.5 if tied is None else tied
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "intermediate_size": ffn,
+              "num_hidden_layers": r.randint(1, 3), "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+              "head_dim": head_dim, "vocab_size": vocab, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+              "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": tied, "bos_token_id": 1, "eos_token_id": 2}
+    q, kv = heads * head_dim, kv_heads * head_dim
+    shapes = {EMBED: (vocab, hidden), "model.norm.weight": (hidden,)} | ({} if tied else {HEAD: (vocab, hidden)})
+    for i in range(config["num_hidden_layers"]):
+        p = f"model.layers.{i}."
+        shapes |= {p + "self_attn.q_proj.weight": (q, hidden), p + "self_attn.k_proj.weight": (kv, hidden),
+                   p + "self_attn.v_proj.weight": (kv, hidden), p + "self_attn.o_proj.weight": (hidden, q),
+                   p + "mlp.gate_proj.weight": (ffn, hidden), p + "mlp.up_proj.weight": (ffn, hidden),
+                   p + "mlp.down_proj.weight": (hidden, ffn), p + "input_layernorm.weight": (hidden,),
+                   p + "post_attention_layernorm.weight": (hidden,)}
+    return config, {n: bf16(rng.standard_normal(s, dtype=np.float32) * np.float32(0.3 if len(s) > 1 else 1)) for n, s in shapes.items()}
+
+
+def bf16(values):
+    return ref.as_float32("BF16", values.shape, encode_as("BF16", values))
+
+
+def write_sized(folder, config, tensors, dtype="BF16", whole=()):
+    """whole: names written as BF16 whatever dtype says"""
+    write_model(folder, {n: ("BF16" if n in whole or w.ndim == 1 else dtype, w) for n, w in tensors.items()})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def moved(rng, w):
+    """Every weight by the same distance: one bit and one scale code it exactly."""
+    return w + np.float32(0.03) * rng.choice(np.float32([-1, 1]), w.shape)
+
+
+def logits_of(base, ids, out, *more):
+    told = json.loads(bitdelta("generate", "--base", base, *more, "--prompt-ids", ",".join(map(str, ids)), "--max-tokens", 0,
+                               "--dump-logits", out, "--json", "--backend", "cpu").stdout)
+    assert told["prompt_ids"] == list(ids)
+    return np.load(out)
+
+
+def change_vocabulary(r, rng, tensors, config, change):
+    """In place; returns the names of the changed tables."""
+    names = [n for n in (EMBED, HEAD) if n in tensors]
+    rows = tensors[EMBED].shape[0] + (r.randint(1, 9) if change == "added" else -r.randint(1, 9) if change == "removed" else 0)
+    for n in names:
+        more = bf16(rng.standard_normal((max(0, rows - tensors[n].shape[0]), tensors[n].shape[1]), dtype=np.float32))
+        tensors[n] = np.concatenate([tensors[n][:rows], more])
+    config["vocab_size"] = rows
+    return names
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4, 8])
+@pytest.mark.parametrize("embeddings", ["sign", "full"])
+@pytest.mark.parametrize("change", ["same", "added", "removed"])
+def test_shards_and_vocabularies_as_the_reference(tmp_path, shards, embeddings, change):
+    r = random.Random(f"{SEED}{shards}{embeddings}{change}")
+    rng = np.random.default_rng(r.getrandbits(32))
+    config, tensors = sized_model(r, rng, shards)
+    base = write_sized(tmp_path / "base", config, tensors)
+    tuned_config, tuned = dict(config), {n: bf16(w + np.float32(0.02) * rng.standard_normal(w.shape, dtype=np.float32))
+                                         if r.random() < 0.9 else w for n, w in tensors.items()}
+    change_vocabulary(r, rng, tuned, tuned_config, change)
+    if r.random() < 0.3:                                                                    # a head of its own, or none
+        if HEAD in tuned:
+            del tuned[HEAD]
+        else:
+            tuned[HEAD] = bf16(tuned[EMBED] * np.float32(0.9))
+        tuned_config["tie_word_embeddings"] = HEAD not in tuned
+    write_sized(tmp_path / "tuned", tuned_config, tuned)
+    more = ["--base-name", "b", "--variant", "v", "--embeddings", embeddings]
+    compress(base, tmp_path / "tuned", tmp_path / "ours", "--shards", shards, *more)
+    ref.encode(str(base), str(tmp_path / "tuned"), str(tmp_path / "theirs"), "b", "v", shards, embeddings)
+    if (tmp_path / "ours" / "config.json").exists():                                        # not the reference's concern
+        shutil.copy(tmp_path / "tuned" / "config.json", tmp_path / "theirs")
+    assert (tmp_path / "ours" / "config.json").exists() == (change != "same")
+    same_directories(tmp_path / "ours", tmp_path / "theirs")
+    told = json.loads(bitdelta("inspect", tmp_path / "ours", "--verify", "--json").stdout)
+    assert told["ok"] and told["shards"] == shards == len(told["files"])
+    # One rank reads S shards as it reads one.
+    compress(base, tmp_path / "tuned", tmp_path / "one", *more)
+    ids = [r.randrange(tuned_config["vocab_size"]) for _ in range(11)]
+    got = logits_of(base, ids, tmp_path / "s.npy", "--delta", tmp_path / "ours")
+    assert np.array_equal(got, logits_of(base, ids, tmp_path / "1.npy", "--delta", tmp_path / "one"))
+    assert got.shape == (11, max(config["vocab_size"], tuned_config["vocab_size"]))
+
+
+@pytest.mark.parametrize("case", range(2))
+@pytest.mark.parametrize("embeddings", ["sign", "full"])
+@pytest.mark.parametrize("change", ["same", "added", "removed"])
+@pytest.mark.parametrize("tying", ["tied", "untied", "gains a head", "loses its head"])
+def test_deltas_give_the_logits_of_the_fine_tune(tmp_path, case, embeddings, change, tying):
+    r = random.Random(f"{SEED}{case}{embeddings}{change}{tying}")
+    rng = np.random.default_rng(r.getrandbits(32))
+    config, tensors = sized_model(r, rng, tied=tying in ("tied", "gains a head"))
+    base = write_sized(tmp_path / "base", config, tensors)
+    full = embeddings == "full"
+    tuned = {n: w if w.ndim == 1 else bf16(w * np.float32(1.1)) if full and n in (EMBED, HEAD) else moved(rng, w)
+             for n, w in tensors.items()}
+    tuned_config = config | {"tie_word_embeddings": tying in ("tied", "loses its head")}
+    if tying == "gains a head":                              # near the base's embedding, which is its reference
+        tuned[HEAD] = bf16(tensors[EMBED] * np.float32(0.9)) if full else moved(rng, tensors[EMBED])
+    if tying == "loses its head":                            # its embedding is coded twice, the second time against the base's head
+        tensors[HEAD] = moved(rng, tensors[EMBED])
+        if full:
+            tensors[HEAD] = bf16(tensors[HEAD])
+        else:
+            tuned[EMBED] = (tensors[EMBED] + tensors[HEAD]) / 2
+        write_sized(base, config, tensors, "F32")
+        del tuned[HEAD]
+    whole = change_vocabulary(r, rng, tuned, tuned_config, change)
+    write_sized(tmp_path / "tuned", tuned_config, tuned, "F32", whole if full else ())
+    compress(base, tmp_path / "tuned", tmp_path / "d", "--embeddings", embeddings)
+    ids = [r.randrange(tuned_config["vocab_size"]) for _ in range(9)] + [tuned_config["vocab_size"] - 1]
+    want = logits_of(base, ids, tmp_path / "w.npy", "--finetuned", tmp_path / "tuned")
+    got = logits_of(base, ids, tmp_path / "g.npy", "--delta", tmp_path / "d")
+    vocab = tuned_config["vocab_size"]
+    assert want.shape[1] == vocab and got.shape == (10, max(vocab, config["vocab_size"]))
+    assert np.all(np.isneginf(got[:, vocab:]))
+    assert np.linalg.norm(got[:, :vocab] - want) < 1e-5 * np.linalg.norm(want)
+
+
+def test_a_shrunken_vocabulary_needs_its_config(tmp_path):
+    r, rng = random.Random(SEED), np.random.default_rng(SEED)
+    config, tensors = sized_model(r, rng, tied=True)
+    base = write_sized(tmp_path / "base", config, tensors)
+    small = write_sized(tmp_path / "small", config, tensors | {EMBED: tensors[EMBED][:-1]})              # config.json says otherwise
+    assert EMBED in compress(base, small, tmp_path / "d", status=1).stderr
+
+
+def test_vocabularies_that_contradict_themselves(tmp_path):
+    r, rng = random.Random(SEED), np.random.default_rng(SEED)
+    config, tensors = sized_model(r, rng, tied=False)
+    base = write_sized(tmp_path / "base", config, tensors)
+    grown = {n: np.concatenate([w, w[:3]]) if n in (EMBED, HEAD) else w for n, w in tensors.items()}
+    tuned = write_sized(tmp_path / "tuned", config | {"vocab_size": config["vocab_size"] + 3}, grown)
+    compress(base, tuned, tmp_path / "d")
+
+    def refusal():
+        return bitdelta("generate", "--base", base, "--delta", tmp_path / "d", "--prompt-ids", "1", status=1).stderr
+
+    for rows in (2, -1):
+        (tmp_path / "d" / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + rows}))
+        told = refusal()
+        assert "vocab_size" in told or "room for" in told
+    (tmp_path / "d" / "config.json").unlink()
+    assert "lm_head" in refusal() or "embed_tokens" in refusal()
+    one = write_sized(tmp_path / "one", config | {"vocab_size": config["vocab_size"] + 3}, grown | {HEAD: tensors[HEAD]})
+    done = subprocess.run([BINARY, "compress", "--base", base, "--finetuned", one, "--out", tmp_path / "e"], capture_output=True, text=True)
+    if done.returncode == 0:                                     # a head short of rows is told at the latest when it is loaded
+        told = bitdelta("generate", "--base", base, "--delta", tmp_path / "e", "--prompt-ids", "1", status=1).stderr
+        assert "added rows" in told
+    else:
+        assert HEAD in done.stderr
+
+
+@pytest.mark.parametrize("shards,field,value,told", [
+    (3, None, None, "1, 2, 4 or 8"), (16, None, None, "1, 2, 4 or 8"),
+    (4, "num_attention_heads", 6, "num_attention_heads of the base is 6, not a multiple of 4"),
+    (8, "num_key_value_heads", 3, "num_key_value_heads of the base is 3"),
+    (8, "intermediate_size", 40, "intermediate_size (the width of down_proj) of the base is 40, not a multiple of 64"),
+    (8, "head_dim", 4, "num_attention_heads x head_dim (the width of o_proj) of the base is 96, not a multiple of 64")])
+def test_shards_that_do_not_divide(tmp_path, shards, field, value, told):
+    config, tensors = sized_model(random.Random(SEED), np.random.default_rng(SEED), 8)
+    config.update({"num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 8, "intermediate_size": 64})
+    config.update({field: value, "num_key_value_heads": 3 if field != "head_dim" else 8} if field else {})
+    if field == "intermediate_size":
+        config["num_key_value_heads"] = 8
+        config["hidden_size"] = 40
+    base = write_sized(tmp_path / "base", config, tensors)
+    done = subprocess.run([BINARY, "compress", "--base", base, "--finetuned", base, "--out", tmp_path / "d", "--shards", str(shards)],
+                          capture_output=True, text=True)
+    assert done.returncode in (1, 2) and told in done.stderr, done.stderr
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_missing_or_damaged_shard_is_named(tmp_path):
+    r, rng = random.Random(SEED), np.random.default_rng(SEED)
+    config, tensors = sized_model(r, rng, 4)
+    base = write_sized(tmp_path / "base", config, tensors)
+    tuned = write_sized(tmp_path / "tuned", config, {n: moved(rng, w) for n, w in tensors.items()}, "F32")
+    compress(base, tuned, tmp_path / "d", "--shards", 4)
+    shard = tmp_path / "d" / "shard-02-of-04.safetensors"
+    good = shard.read_bytes()
+    run = ["generate", "--base", base, "--delta", tmp_path / "d", "--prompt-ids", "1", "--max-tokens", 1]
+    bitdelta(*run)
+    bad = bytearray(good)
+    bad[-5] ^= 16
+    shard.write_bytes(bad)
+    assert shard.name in bitdelta(*run, status=1).stderr
+    assert shard.name in bitdelta("inspect", tmp_path / "d", "--verify", status=1).stderr
+    shard.unlink()
+    assert shard.name in bitdelta(*run, status=1).stderr
+    shutil.copy(tmp_path / "d" / "shard-01-of-04.safetensors", shard)           # another part, where sizes may be the same
+    assert shard.name in bitdelta(*run, status=1).stderr
+    shard.write_bytes(good)
+    bitdelta(*run)
+
+
 # ---- what travels along ------------------------------------------------------------------------------------------------------
 
 def demo_copy(folder, **changes):
@@ -454,10 +662,14 @@ def test_another_run_is_not_taken_for_a_dead_one(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "d", "tuned"]
 
 
-def test_memory(tmp_path):
+@pytest.mark.parametrize("more", [[], ["--embeddings", "full"], ["--shards", "8"], ["--bits", "4"]])
+def test_memory(tmp_path, more):
     """Below three times the largest tensor. VmHWM, because ru_maxrss begins with the size of the process that forked."""
     base, tuned = big_pair(tmp_path, 128)
-    child = subprocess.Popen([BINARY, "compress", "--base", base, "--finetuned", tuned, "--out", tmp_path / "d", "--threads", "1"],
+    config, _ = sized_model(random.Random(SEED), np.random.default_rng(SEED), 8, tied=True)
+    for folder in (base, tuned):
+        (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 4096, "vocab_size": 16384}))
+    child = subprocess.Popen([BINARY, "compress", "--base", base, "--finetuned", tuned, "--out", tmp_path / "d", "--threads", "1", *more],
                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     peak_kib = 0
     while child.poll() is None:

@@ -9,15 +9,13 @@
 
 #include "bitdelta/base/status.h"
 
-#define BD_EXTRA_ROWS_MAX 256u /* vocabulary rows that a variant may add */
-
 typedef struct bd_compress_request {
     const char *base_dir, *finetuned_dir, *out_dir;
     const char *scale;                    /* row | matrix; NULL: row */
     const char *embeddings;               /* sign | full | base; NULL: sign */
     const char *base_name, *variant_name; /* NULL: the last part of base_dir, of out_dir */
     uint32_t bits;                        /* planes, 1 to 4; 0: 1 */
-    uint32_t shards;  /* 0: 1, which serves every degree of tensor parallelism */
+    uint32_t shards;  /* 1, 2, 4 or 8; 0: 1, which serves every degree of tensor parallelism */
     uint32_t threads; /* 0: all usable cores */
     bool dry_run;     /* report sizes, write nothing */
     bool force;       /* replace an existing delta; accept a base that does not seem to fit */
