@@ -106,6 +106,7 @@ static bd_status split_args(parser *p) {
 static bd_status load_file(parser *p) {
     const char *path = NULL;
     for (size_t i = 0; i < p->given_count; i++) {
+        BD_ASSERT(p->givens[i].row);
         const char *flag = p->givens[i].row->flag;
         if (flag && strcmp(flag, "config") == 0) path = p->givens[i].text;
     }

@@ -32,8 +32,9 @@ static void raise_descriptor_limit(bd_http_options *options) {
     limit.rlim_cur = limit.rlim_max < wanted ? limit.rlim_max : wanted;
     if (setrlimit(RLIMIT_NOFILE, &limit) != 0) (void)getrlimit(RLIMIT_NOFILE, &limit);
     if (limit.rlim_cur >= wanted) return;
-    rlim_t room = limit.rlim_cur > 2 * SPARE_DESCRIPTORS ? limit.rlim_cur - SPARE_DESCRIPTORS
-                                                         : limit.rlim_cur / 2;
+    rlim_t room = limit.rlim_cur > (rlim_t)2 * SPARE_DESCRIPTORS
+                      ? limit.rlim_cur - SPARE_DESCRIPTORS
+                      : limit.rlim_cur / 2;
     options->connections_max = (uint32_t)room;
     bd_log(BD_LOG_WARN, "http", "open file limit %llu: connections_max lowered to %u",
            (unsigned long long)limit.rlim_cur, (unsigned)options->connections_max);
