@@ -19,7 +19,7 @@ PLAIN = "zen-mini-sql"
 
 @pytest.fixture(scope="module")
 def deltas(tmp_path_factory):
-    """A directory of two variants: `grown`, whose tokens from 4096 on repeat common ones, and a delta of the demo."""
+    """A directory of variants: `grown`, whose tokens from 4096 on repeat common ones, the same in two shards, and a delta of the demo."""
     folder = tmp_path_factory.mktemp("vocab")
     base, tuned = ROOT / "demo" / BASE, folder / "tuned"
     tuned.mkdir()
@@ -30,10 +30,10 @@ def deltas(tmp_path_factory):
     ref.write_safetensors(tuned / "model.safetensors", [(n, *t) for n, t in tensors.items()])
     config = json.loads((base / "config.json").read_text())
     (tuned / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB + ADDED}))
-    subprocess.run([BINARY, "compress", "--base", base, "--finetuned", tuned, "--out", folder / "deltas-grown", "--variant", "grown"],
-                   check=True, capture_output=True)
     (folder / "deltas").mkdir()
-    (folder / "deltas-grown").rename(folder / "deltas" / "grown")
+    for name, shards in (("grown", "1"), ("grown-in-two", "2")):
+        subprocess.run([BINARY, "compress", "--base", base, "--finetuned", tuned, "--out", folder / "deltas" / name, "--shards", shards],
+                       check=True, capture_output=True)
     shutil.copytree(ROOT / "demo" / "deltas" / PLAIN, folder / "deltas" / PLAIN)
     return folder / "deltas"
 
@@ -46,10 +46,11 @@ def generated(deltas, ids, count):
 
 
 def test_added_tokens_are_served(launch, deltas):
-    server = launch("--slots", "2", deltas=str(deltas))
+    server = launch("--slots", "3", deltas=str(deltas))
     prompt = [4080, 260, VOCAB, 300, VOCAB + ADDED - 1]
-    choice = server.complete(prompt, "grown", max_tokens=12, ignore_eos=True, return_token_ids=True)["choices"][0]
-    assert choice["token_ids"] == generated(deltas, prompt, 12)
+    for name in ("grown", "grown-in-two"):
+        choice = server.complete(prompt, name, max_tokens=12, ignore_eos=True, return_token_ids=True)["choices"][0]
+        assert choice["token_ids"] == generated(deltas, prompt, 12)
     forced = server.complete(prompt, "grown", max_tokens=6, logit_bias={str(VOCAB + 2): 100}, return_token_ids=True,
                              logprobs=2, return_tokens_as_token_ids=True)["choices"][0]
     assert forced["token_ids"] == [VOCAB + 2] * 6

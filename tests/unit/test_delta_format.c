@@ -213,8 +213,8 @@ static void test_random_damage(void **state) {
             static const char likely[] = "0123456789-,:[]{}\"e.";
             const uint64_t how = support_random(&random);
             const size_t at = support_random(&random) % bytes;
-            text[at] = how % 2 ? likely[how / 2 % (sizeof likely - 1)]
-                               : (char)(text[at] ^ (1 << how / 2 % 8));
+            text[at] = (char)(how % 2 ? likely[how / 2 % (sizeof likely - 1)]
+                                      : text[at] ^ (1 << how / 2 % 8));
         }
         support_write(dir.path, "delta.json", text,
                       round % 4 ? bytes : support_random(&random) % bytes);
