@@ -224,8 +224,9 @@ bd_status bd_cache_pin(bd_cache *cache, bd_variant *variant, bool pinned, bd_err
 
 bd_status bd_cache_prefetch(bd_cache *cache, bd_variant *variant, uint64_t now_us, bd_error *err) {
     bd_status status = bd_variant_want(cache, variant, now_us, err);
-    if (status == BD_OK && variant->state == BD_VARIANT_QUEUED) variant->prefetched = true;
-    return status;
+    if (status != BD_OK || variant->state == BD_VARIANT_READY) return status;
+    if (variant->state == BD_VARIANT_QUEUED) variant->prefetched = true;
+    return BD_AGAIN;
 }
 
 bd_status bd_cache_unload(bd_cache *cache, bd_variant *variant, bd_error *err) {

@@ -2,10 +2,12 @@
  * cache_internal.h. One thread. Callbacks of waiters may call back into the cache, so every list is
  * detached or popped before a call and no pointer into one is kept over it. */
 #include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
+#include "bitdelta/base/log.h"
 #include "cache_internal.h"
 
 #define RETRY_MAX_US UINT64_C(60000000)
@@ -230,6 +232,15 @@ static bool make_room(bd_cache *cache, const bd_variant *wanted) {
     return true;
 }
 
+/* Here, not where requests are answered: a load that nobody waits for fails unseen otherwise, and
+ * one that many wait for would be told of many times. The backoff bounds how often. */
+static void log_failure(const bd_variant *variant, uint64_t delay_us) {
+    char what[BD_VARIANT_NAME_MAX + 96];
+    (void)snprintf(what, sizeof what, "load of variant %s failed, retried after %.1f s",
+                   variant->delta.variant, (double)delay_us * 1e-6);
+    bd_log_error("cache", what, &variant->failure);
+}
+
 static void fail_load(bd_cache *cache, bd_variant *variant, bd_status status, const bd_error *error,
                       uint64_t now_us) {
     variant->failure = *error;
@@ -245,6 +256,7 @@ static void fail_load(bd_cache *cache, bd_variant *variant, bd_status status, co
     give_pages(cache, variant, 0);
     deliver_later(cache, variant, false, status, &variant->failure);
     count_load(cache, variant, "failed");
+    log_failure(variant, delay_us);
     bd_cache_show_metrics(cache);
 }
 

@@ -43,14 +43,24 @@ static void write_variant(const bd_variant_info *info, uint64_t now_us, bd_strbu
                 microseconds(info->last_use_us, now_us));
     put_seconds(out, "retry_in_seconds", info->state == BD_VARIANT_FAILED,
                 microseconds(now_us, info->retry_at_us));
+    bd_strbuf_puts(out, ",\"failure\":");
+    if (info->failure)
+        bd_strbuf_json_string(out, info->failure->message, strlen(info->failure->message));
+    else
+        bd_strbuf_puts(out, "null");
     bd_strbuf_puts(out, "}");
 }
 
 bool bd_admin_variants(bd_http_server *server, bd_strbuf *out, bd_api_error *err) {
     uint32_t max = bd_router_served_count(server->router);
     bd_variant_info *infos = calloc(max + 1u, sizeof *infos);
-    if (!infos) return bd_api_fail(err, BD_API_INTERNAL, NULL, "The server is out of memory.");
-    uint32_t count = bd_router_infos(server->router, infos, max);
+    bd_error *failures = calloc(max + 1u, sizeof *failures); /* touched only where one failed */
+    if (!infos || !failures) {
+        free(infos);
+        free(failures);
+        return bd_api_fail(err, BD_API_INTERNAL, NULL, "The server is out of memory.");
+    }
+    uint32_t count = bd_router_infos(server->router, infos, failures, max);
     uint64_t now_us = bd_now_us();
     bd_strbuf_puts(out, "{\"variants\":[");
     for (uint32_t i = 0; i < count; i++) {
@@ -59,6 +69,7 @@ bool bd_admin_variants(bd_http_server *server, bd_strbuf *out, bd_api_error *err
     }
     bd_strbuf_puts(out, "]}");
     free(infos);
+    free(failures);
     return !out->failed || bd_api_fail(err, BD_API_INTERNAL, NULL, "The server is out of memory.");
 }
 

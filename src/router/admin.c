@@ -14,6 +14,7 @@ typedef struct admin_call {
     bool done; /* guarded by lock */
     /* infos */
     bd_variant_info *infos;
+    bd_error *failures; /* NULL: not wanted */
     uint32_t max, count;
     /* orders */
     bd_admin_verb verb;
@@ -54,13 +55,18 @@ static void run_infos(bd_call *base, bd_engine *engine) {
         memset(info, 0, sizeof *info);
         bd_cache_info(router->options.cache, router->queues[i]->served.variant, now_us, info);
         info->name = router->queues[i]->served.name;
-        info->failure = NULL; /* bd-sched's memory */
+        const bd_error *failure = info->failure; /* bd-sched's memory */
+        info->failure = NULL;
+        if (!failure || !call->failures) continue;
+        call->failures[i - 1] = *failure;
+        info->failure = &call->failures[i - 1];
     }
     answer(call);
 }
 
-uint32_t bd_router_infos(bd_router *router, bd_variant_info *out, uint32_t max) {
-    admin_call call = {.router = router, .infos = out, .max = max};
+uint32_t bd_router_infos(bd_router *router, bd_variant_info *out, bd_error *failures,
+                         uint32_t max) {
+    admin_call call = {.router = router, .infos = out, .failures = failures, .max = max};
     ask(&call, run_infos);
     return call.count;
 }

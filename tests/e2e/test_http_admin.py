@@ -39,8 +39,9 @@ def test_variants_list(launch):
 def test_verbs(launch):
     server = launch()
     name = VARIANTS[2]
-    assert verb(server, name, "load").json()["ok"] is True
+    assert verb(server, name, "load").json() == {"ok": True, "pending": True}
     eventually(lambda: variants(server)[name]["state"] == "ready", what="loaded variant")
+    assert verb(server, name, "load").json() == {"ok": True, "pending": False} and variants(server)[name]["failure"] is None
     verb(server, name, "pin")
     assert variants(server)[name]["pinned"] is True
     verb(server, name, "unpin")
@@ -67,6 +68,18 @@ def test_eviction_under_two_slots(launch):
     assert sum(v["state"] == "ready" for v in infos.values()) <= 2 and sum(v["evictions"] for v in infos.values()) >= 6
 
 
+def eventually_failed(server, name):
+    """The answer to a load while the variant may not be tried again: asked for until the load has failed."""
+    answers = []
+
+    def refused():
+        answers.append(requests.post(f"{server.admin_url}/admin/variants/{name}/load", timeout=20))
+        return answers[-1].status_code != 200
+
+    eventually(refused, what="refused load")
+    return answers[-1]
+
+
 def test_a_damaged_variant_fails_alone(launch, tmp_path):
     for name in VARIANTS[:2]:
         shutil.copytree(ROOT / "demo/deltas" / name, tmp_path / name)
@@ -84,6 +97,15 @@ def test_a_damaged_variant_fails_alone(launch, tmp_path):
     assert server.complete("x", VARIANTS[1], max_tokens=1)["model"] == VARIANTS[1]
     info = variants(server)[VARIANTS[0]]
     assert info["state"] in ("failed", "absent", "loading", "queued")
+    # The operator, and only the operator, hears what is wrong: in the log, in the list, and when asking for a load.
+    line = server.find(rf'level=error mod=cache what="load of variant {VARIANTS[0]} failed.*').group(0)
+    assert "BD_E_CORRUPT" in line and str(shard) in line
+    assert str(shard) in info["failure"] and "chunk" in info["failure"]
+    message = error_of(eventually_failed(server, VARIANTS[0]), 503, "variant_unavailable")
+    assert str(shard) in message and "chunk" in message
+    failed = int(server.metric("bitdelta_delta_loads_total", result="failed", variant=VARIANTS[0]))
+    eventually(lambda: sum("mod=cache what=" in line for line in server.lines) == failed, what="one line a failure")
+    assert variants(server)[VARIANTS[1]]["failure"] is None
 
 
 def test_drain_lets_streams_finish(launch):

@@ -35,6 +35,7 @@ struct bd_variant { /* stands in for the cache's */
     uint64_t loading_until_us, retry_at_us, last_use_us;
     double rate;
     bool fails, pinned;
+    bd_error failure; /* of the last failed load */
     bd_cache_waiter *waiters;
 };
 

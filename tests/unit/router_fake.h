@@ -125,6 +125,7 @@ static inline void fake_cache_finish(bd_cache *cache, struct bd_variant *v, uint
         v->retry_at_us = now_us + 2500000;
         cache->pages_used--;
         status = bd_fail(&err, BD_E_CORRUPT, v->name, "planted: a chunk is corrupt");
+        v->failure = err;
     } else {
         v->state = BD_VARIANT_READY;
     }
@@ -160,7 +161,7 @@ bd_status bd_cache_prefetch(bd_cache *cache, bd_variant *variant, uint64_t now_u
     bd_lease lease;
     bd_status status = bd_cache_acquire(cache, variant, now_us, &lease, NULL, err);
     if (status == BD_OK) bd_cache_release(cache, &lease, now_us);
-    return status == BD_AGAIN ? BD_OK : status;
+    return status;
 }
 
 bd_status bd_cache_unload(bd_cache *cache, bd_variant *variant, bd_error *err) {
@@ -181,7 +182,8 @@ void bd_cache_info(const bd_cache *cache, const bd_variant *variant, uint64_t no
                              .references = (uint32_t)variant->leases,
                              .pinned = variant->pinned,
                              .rate_per_s = variant->rate,
-                             .retry_at_us = variant->retry_at_us};
+                             .retry_at_us = variant->retry_at_us,
+                             .failure = variant->failure.status ? &variant->failure : NULL};
 }
 
 uint32_t bd_cache_pages_free(const bd_cache *cache) {

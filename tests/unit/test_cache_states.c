@@ -72,12 +72,13 @@ static bd_status acquire(scene *s, uint32_t i, uint64_t now, bd_lease *lease, wa
 
 /* Brings a variant in and leaves it resident without a lease. */
 static void make_ready(scene *s, uint32_t i, uint64_t now) {
-    assert_int_equal(bd_cache_prefetch(s->cache, s->v[i], now, NULL), BD_OK);
+    assert_int_equal(bd_cache_prefetch(s->cache, s->v[i], now, NULL), BD_AGAIN);
     while (s->fake.load_count > 0) {
         cache_fake_finish(&s->fake, 0, BD_OK);
         bd_cache_poll(s->cache, now);
     }
     assert_int_equal(state_of(s, i), BD_VARIANT_READY);
+    assert_int_equal(bd_cache_prefetch(s->cache, s->v[i], now, NULL), BD_OK);
 }
 
 static void test_acquire_and_release(void **state) {
@@ -119,7 +120,7 @@ static void test_queue_and_parallel_bound(void **state) {
     (void)state;
     scene *s = scene_make(5, 0, 5, NULL);
     for (uint32_t i = 0; i < 5; i++) {
-        assert_int_equal(bd_cache_prefetch(s->cache, s->v[i], 0, NULL), BD_OK);
+        assert_int_equal(bd_cache_prefetch(s->cache, s->v[i], 0, NULL), BD_AGAIN);
         assert_int_equal(state_of(s, i), i < 2 ? BD_VARIANT_LOADING : BD_VARIANT_QUEUED);
     }
     assert_int_equal(bd_cache_pages_free(s->cache), 0);
@@ -363,11 +364,11 @@ static void test_last_waiter_of_queued(void **state) {
     scene *s = scene_make(4, 0, 4, NULL);
     bd_lease lease;
     wait_record a = wait_make(), b = wait_make();
-    assert_int_equal(bd_cache_prefetch(s->cache, s->v[0], 0, NULL), BD_OK);
-    assert_int_equal(bd_cache_prefetch(s->cache, s->v[1], 0, NULL), BD_OK);
+    assert_int_equal(bd_cache_prefetch(s->cache, s->v[0], 0, NULL), BD_AGAIN);
+    assert_int_equal(bd_cache_prefetch(s->cache, s->v[1], 0, NULL), BD_AGAIN);
     assert_int_equal(acquire(s, 2, 0, &lease, &a), BD_AGAIN);
     assert_int_equal(acquire(s, 3, 0, &lease, &b), BD_AGAIN);
-    assert_int_equal(bd_cache_prefetch(s->cache, s->v[3], 0, NULL), BD_OK);
+    assert_int_equal(bd_cache_prefetch(s->cache, s->v[3], 0, NULL), BD_AGAIN);
     bd_cache_wait_cancel(s->cache, &a.waiter);
     bd_cache_wait_cancel(s->cache, &b.waiter);
     assert_int_equal(state_of(s, 2), BD_VARIANT_ABSENT);
@@ -382,8 +383,8 @@ static void test_unload_twice_between_polls(void **state) {
     scene *s = scene_make(3, 0, 3, NULL);
     bd_lease lease;
     wait_record a = wait_make(), b = wait_make(), c = wait_make();
-    assert_int_equal(bd_cache_prefetch(s->cache, s->v[0], 0, NULL), BD_OK);
-    assert_int_equal(bd_cache_prefetch(s->cache, s->v[1], 0, NULL), BD_OK);
+    assert_int_equal(bd_cache_prefetch(s->cache, s->v[0], 0, NULL), BD_AGAIN);
+    assert_int_equal(bd_cache_prefetch(s->cache, s->v[1], 0, NULL), BD_AGAIN);
     assert_int_equal(acquire(s, 2, 0, &lease, &a), BD_AGAIN);
     assert_int_equal(bd_cache_unload(s->cache, s->v[2], NULL), BD_OK);
     assert_int_equal(acquire(s, 2, 0, &lease, &b), BD_AGAIN);
@@ -537,10 +538,10 @@ static void test_metrics(void **state) {
     bd_variant *a = NULL, *b = NULL;
     assert_int_equal(cache_fake_register(cache, "a", 1, false, &a, NULL), BD_OK);
     assert_int_equal(cache_fake_register(cache, "b", 1, false, &b, NULL), BD_OK);
-    assert_int_equal(bd_cache_prefetch(cache, a, 0, NULL), BD_OK);
+    assert_int_equal(bd_cache_prefetch(cache, a, 0, NULL), BD_AGAIN);
     cache_fake_finish(&fake, 0, BD_OK);
     bd_cache_poll(cache, 1);
-    assert_int_equal(bd_cache_prefetch(cache, b, 2, NULL), BD_OK);
+    assert_int_equal(bd_cache_prefetch(cache, b, 2, NULL), BD_AGAIN);
     cache_fake_finish(&fake, 0, BD_E_IO);
     bd_cache_poll(cache, 3);
     bd_strbuf text;

@@ -568,27 +568,46 @@ static void test_admin(void **state) {
     world w;
     bd_error err;
     open_world(&w, 2, 20000, 10);
+    bd_router_served_at(w.router, 3)->variant->fails = true;
     start_world(&w);
     bd_variant_info infos[20];
+    bd_error failures[20];
     const bd_served *astro = bd_router_served_at(w.router, 1);
-    assert_int_equal(bd_router_admin(w.router, BD_ADMIN_LOAD, astro, &err), BD_OK);
+    assert_int_equal(bd_router_admin(w.router, BD_ADMIN_LOAD, astro, &err), BD_AGAIN);
     fake_sleep_us(5000);
     bd_engine_wake(w.engine);
     fake_sleep_us(5000);
-    assert_int_equal(bd_router_infos(w.router, infos, 20), 14);
+    assert_int_equal(bd_router_admin(w.router, BD_ADMIN_LOAD, astro, &err), BD_OK);
+    assert_int_equal(bd_router_infos(w.router, infos, failures, 20), 14);
+    assert_null(infos[2].failure);
     assert_string_equal(infos[0].name, "zen-mini-astro");
     assert_int_equal(infos[0].state, BD_VARIANT_READY);
     assert_int_equal(infos[1].state, BD_VARIANT_ABSENT);
-    assert_int_equal(bd_router_infos(w.router, infos, 3), 3);
+    assert_int_equal(bd_router_infos(w.router, infos, NULL, 3), 3);
     assert_int_equal(bd_router_admin(w.router, BD_ADMIN_PIN, astro, &err), BD_OK);
     assert_int_equal(bd_router_admin(w.router, BD_ADMIN_UNLOAD, astro, &err), BD_OK);
-    assert_int_equal(bd_router_infos(w.router, infos, 1), 1);
+    assert_int_equal(bd_router_infos(w.router, infos, NULL, 1), 1);
     assert_true(infos[0].pinned);
     assert_int_equal(infos[0].state, BD_VARIANT_ABSENT);
     assert_int_equal(bd_router_admin(w.router, BD_ADMIN_UNPIN, astro, &err), BD_OK);
     assert_int_equal(
         bd_router_admin(w.router, BD_ADMIN_LOAD, bd_router_served_at(w.router, 0), &err),
         BD_E_ARGUMENT);
+    /* A failed one: its error for the order and, copied, in the list. */
+    const bd_served *bad = bd_router_served_at(w.router, 3);
+    assert_int_equal(bd_router_admin(w.router, BD_ADMIN_LOAD, bad, &err), BD_AGAIN);
+    fake_sleep_us(5000);
+    bd_engine_wake(w.engine);
+    fake_sleep_us(5000);
+    assert_int_equal(bd_router_admin(w.router, BD_ADMIN_LOAD, bad, &err), BD_E_VARIANT);
+    assert_string_equal(err.message, "planted: a chunk is corrupt");
+    assert_int_equal(bd_router_infos(w.router, infos, failures, 20), 14);
+    assert_int_equal(infos[2].state, BD_VARIANT_FAILED);
+    assert_ptr_equal(infos[2].failure, &failures[2]);
+    assert_string_equal(failures[2].message, "planted: a chunk is corrupt");
+    assert_null(infos[0].failure);
+    assert_int_equal(bd_router_infos(w.router, infos, NULL, 20), 14);
+    assert_null(infos[2].failure);
     close_world(&w);
 }
 

@@ -131,17 +131,18 @@ void bd_router_drain(bd_router *router);      /* any thread: refuse new work fro
 bool bd_router_idle(const bd_router *router); /* any thread: nothing reserved, queued or running */
 
 /* A snapshot for the admin listener: fills up to `max` infos (of the variants, by name) on bd-sched
- * and waits for it. Not from bd-sched. `failure` is NULL in these copies; `name` is the served
- * name. */
-uint32_t bd_router_infos(bd_router *router, bd_variant_info *out, uint32_t max);
+ * and waits for it. Not from bd-sched. `failure` is NULL or the element of `failures` ([max], NULL:
+ * not wanted) with the same number; `name` is the served name. */
+uint32_t bd_router_infos(bd_router *router, bd_variant_info *out, bd_error *failures, uint32_t max);
 typedef enum bd_admin_verb {
     BD_ADMIN_LOAD,
     BD_ADMIN_UNLOAD,
     BD_ADMIN_PIN,
     BD_ADMIN_UNPIN
 } bd_admin_verb;
-/* Done on bd-sched, waited for. The base: BD_E_ARGUMENT. LOAD returns when the load is under way.
- */
+/* Done on bd-sched, waited for. The base: BD_E_ARGUMENT. LOAD: BD_OK when resident,
+ * BD_AGAIN when on its way, BD_E_VARIANT with the load's own error while a failed one may not be
+ * tried again. */
 BD_MUST_CHECK bd_status bd_router_admin(bd_router *router, bd_admin_verb verb,
                                         const bd_served *served, bd_error *err);
 
