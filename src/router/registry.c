@@ -1,8 +1,10 @@
 /* registry.c - served names: what a name stands for, checked when it is added. Threads: the
  * builder's until the engine starts; read-only afterwards. */
 #include <dirent.h>
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "bitdelta/base/clock.h"
 #include "bitdelta/base/file.h"
@@ -56,9 +58,10 @@ static bd_status reserve_slot(bd_router *router, bd_error *err) {
 static bd_status claim_name(bd_router *router, bd_router_queue *queue, const char *name,
                             bd_error *err) {
     size_t bytes = strlen(name);
-    if (bytes == 0 || bytes > BD_VARIANT_NAME_MAX)
-        return bd_fail(err, BD_E_ARGUMENT, queue->dir, "a served name has 1 to %d bytes",
-                       BD_VARIANT_NAME_MAX);
+    const char *fault = bd_variant_name_fault(name);
+    if (fault)
+        return bd_fail(err, BD_E_ARGUMENT, queue->dir, "%s: the name \"%.128s\" %s", queue->dir,
+                       name, fault);
     memcpy(queue->served.name, name, bytes + 1);
     bd_status status = bd_map_put(router->names, name, bytes, queue);
     if (status == BD_BUSY) {
@@ -156,6 +159,17 @@ static bd_status load_tokenizer(bd_router *router, bd_router_queue *queue, bd_er
     return status;
 }
 
+/* Here already and not only when it is loaded, so that what cannot be served is not listed. */
+static bd_status check_base(const bd_router *router, const bd_delta *delta, bd_error *err) {
+    const char *fingerprint = bd_model_fingerprint(router->options.model);
+    if (strcmp(delta->base_fingerprint, fingerprint) == 0) return BD_OK;
+    return bd_fail(
+        err, BD_E_MISMATCH, delta->dir,
+        "%s: variant %s was made for base %s with fingerprint %.8s, the base served here "
+        "has %.8s",
+        delta->dir, delta->variant, delta->base, delta->base_fingerprint, fingerprint);
+}
+
 /* Everything of the directory but the delta itself. */
 static bd_status read_side_files(bd_router *router, bd_router_queue *queue, bd_error *err) {
     bd_model_config config;
@@ -178,6 +192,7 @@ bd_status bd_router_add_variant(bd_router *router, const char *name, const char 
     bd_router_queue *queue = queue_create(router, dir);
     if (!queue) return bd_fail(err, BD_E_MEMORY, dir, "out of memory for the variant's entry");
     if ((status = bd_delta_open(dir, &delta, err)) != BD_OK) goto fail_queue;
+    if ((status = check_base(router, &delta, err)) != BD_OK) goto fail_delta;
     if ((status = claim_name(router, queue, name ? name : delta.variant, err)) != BD_OK)
         goto fail_delta;
     /* From here on logs and metrics of the cache use the served name too. */
@@ -200,13 +215,26 @@ fail_queue:
     return status;
 }
 
-static bool holds_delta(const struct dirent *entry, const char *dir, char *path,
-                        size_t path_bytes) {
+/* What a killed compress leaves: NAME.tmp-<process>. */
+static bool is_leftover(const char *name) {
+    const char *end = name + strlen(name), *digits = end;
+    while (digits > name && digits[-1] >= '0' && digits[-1] <= '9')
+        digits--;
+    return digits < end && digits - name > 5 && memcmp(digits - 5, ".tmp-", 5) == 0;
+}
+
+/* BD_E_NOT_FOUND: this is no variant. Any other fault is for people: a variant whose files cannot
+ * be reached is not silently left out. */
+static bd_status find_delta(const char *name, const char *dir, char path[PATH_BYTES],
+                            bd_error *err) {
     char file[PATH_BYTES];
-    if (entry->d_name[0] == '.') return false;
-    if (bd_path_join(path, path_bytes, dir, entry->d_name, NULL) != BD_OK) return false;
-    if (bd_path_join(file, sizeof file, path, "delta.json", NULL) != BD_OK) return false;
-    return bd_file_exists(file);
+    if (name[0] == '.' || is_leftover(name)) return BD_E_NOT_FOUND;
+    bd_status status = bd_path_join(path, PATH_BYTES, dir, name, err);
+    if (status == BD_OK) status = bd_path_join(file, sizeof file, path, "delta.json", err);
+    if (status != BD_OK) return status;
+    if (access(file, F_OK) == 0) return BD_OK;
+    if (errno == ENOENT || errno == ENOTDIR) return BD_E_NOT_FOUND;
+    return bd_fail_errno(err, BD_E_IO, file, errno, "%s cannot be reached", file);
 }
 
 bd_status bd_router_add_directory(bd_router *router, const char *dir,
@@ -215,16 +243,19 @@ bd_status bd_router_add_directory(bd_router *router, const char *dir,
     struct dirent **entries = NULL;
     *added = 0;
     int count = scandir(dir, &entries, NULL, alphasort);
-    if (count < 0) return bd_fail(err, BD_E_IO, dir, "the directory of variants cannot be read");
+    if (count < 0)
+        return bd_fail_errno(err, BD_E_IO, dir, errno,
+                             "%s: the directory of variants cannot be read", dir);
     for (int i = 0; i < count; i++) {
         char path[PATH_BYTES];
         bd_error fault;
-        if (holds_delta(entries[i], dir, path, sizeof path)) {
-            if (bd_router_add_variant(router, NULL, path, false, &fault) == BD_OK)
-                ++*added;
-            else if (report)
-                report(ctx, path, &fault);
-        }
+        bd_status status = find_delta(entries[i]->d_name, dir, path, &fault);
+        bool absent = status == BD_E_NOT_FOUND;
+        if (status == BD_OK) status = bd_router_add_variant(router, NULL, path, false, &fault);
+        if (status == BD_OK)
+            ++*added;
+        else if (!absent && report)
+            report(ctx, path[0] ? path : dir, &fault);
         free(entries[i]);
     }
     free(entries);

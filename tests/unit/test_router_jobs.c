@@ -1,6 +1,7 @@
 /* test_router_jobs.c - the router over a fake cache and a fake model, with the demo family's names:
  * every choice of every job must give the tokens it gives alone, done() must come once, leases and
  * reservations must be back at zero. */
+#include <errno.h>
 #include <sys/stat.h>
 
 #include "router_fake.h"
@@ -8,10 +9,15 @@
 /* A model as far as the registry knows it. */
 struct bd_model {
     bd_model_config config;
+    char fingerprint[65];
 };
 
 const bd_model_config *bd_model_config_of(const bd_model *model) {
     return &model->config;
+}
+
+const char *bd_model_fingerprint(const bd_model *model) {
+    return model->fingerprint;
 }
 
 uint32_t bd_model_max_len(const bd_model *model) {
@@ -163,6 +169,10 @@ static void open_world(world *w, uint32_t pages, uint32_t cold_wait_us, uint32_t
     uint32_t added;
     memset(w, 0, sizeof *w);
     assert_int_equal(bd_model_config_read("demo/zen-mini", &w->model.config, &err), BD_OK);
+    bd_delta delta;
+    assert_int_equal(bd_delta_open("demo/deltas/zen-mini-c", &delta, &err), BD_OK);
+    memcpy(w->model.fingerprint, delta.base_fingerprint, sizeof w->model.fingerprint);
+    bd_delta_close(&delta);
     w->metrics = bd_metrics_create(5000);
     w->cache.pages = pages;
     w->cache.load_us = 3000;
@@ -539,6 +549,117 @@ static void test_registry(void **state) {
     rmdir(path);
     rmdir(root);
     assert_int_equal(bd_router_add_directory(w.router, root, NULL, NULL, &added, &err), BD_E_IO);
+    assert_non_null(strstr(err.message, strerror(ENOENT)));
+    close_world(&w);
+}
+
+static void test_names(void **state) {
+    (void)state;
+    static const char *const bad[] = {"a\nb", "\x7f", "a\"b", "it's", "a`b",  "a\\b",   " a",
+                                      "a ",   " ",    "..",   "../a", "a/..", "a/../b", "a//../b"};
+    static const char *const good[] = {"org/model", "a b",        "a..b", "a/..b",
+                                       "a../b",     "v \xc3\xbc", "...",  "a:1"};
+    char longest[BD_VARIANT_NAME_MAX + 2];
+    world w;
+    bd_error err;
+    open_world(&w, 2, 20000, 10);
+    const char *dir = "demo/deltas/zen-mini-c";
+    memset(longest, 'x', sizeof longest - 1);
+    longest[sizeof longest - 1] = '\0';
+    assert_int_equal(bd_router_add_variant(w.router, longest, dir, false, &err), BD_E_ARGUMENT);
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        assert_int_equal(bd_router_add_variant(w.router, bad[i], dir, false, &err), BD_E_ARGUMENT);
+        assert_non_null(strstr(err.message, dir));
+        assert_null(bd_router_find(w.router, bad[i], strlen(bad[i]), 0));
+    }
+    longest[BD_VARIANT_NAME_MAX] = '\0';
+    assert_int_equal(bd_router_add_variant(w.router, longest, dir, false, &err), BD_OK);
+    for (size_t i = 0; i < sizeof good / sizeof good[0]; i++)
+        assert_int_equal(bd_router_add_variant(w.router, good[i], dir, false, &err), BD_OK);
+    close_world(&w);
+}
+
+typedef struct seen_faults {
+    uint32_t count;
+    char dir[160];
+    bd_error err;
+} seen_faults;
+
+static void see_fault(void *ctx, const char *dir, const bd_error *err) {
+    seen_faults *seen = ctx;
+    seen->count++;
+    snprintf(seen->dir, sizeof seen->dir, "%s", dir);
+    seen->err = *err;
+}
+
+/* Leftovers of a compress and what is no variant are passed over; what cannot be looked at is told.
+ */
+static void test_directory(void **state) {
+    (void)state;
+    static const char *const skipped[] = {"x.tmp-4711", ".hidden", "plain", "file"};
+    world w;
+    bd_error err;
+    seen_faults seen = {0};
+    uint32_t added;
+    char root[] = "/tmp/bd-router-XXXXXX", path[128], demo[1024], *cwd = getcwd(NULL, 0);
+    open_world(&w, 2, 20000, 10);
+    assert_non_null(mkdtemp(root));
+    snprintf(demo, sizeof demo, "%s/demo/deltas/zen-mini-c", cwd);
+    free(cwd);
+    for (size_t i = 0; i < 4; i++) {
+        snprintf(path, sizeof path, "%s/%s", root, skipped[i]);
+        if (i < 2)
+            assert_int_equal(symlink(demo, path), 0);
+        else if (i == 2)
+            assert_int_equal(mkdir(path, 0700), 0);
+        else
+            assert_int_equal(symlink("/dev/null", path), 0);
+    }
+    assert_int_equal(bd_router_add_directory(w.router, root, see_fault, &seen, &added, &err),
+                     BD_OK);
+    assert_int_equal(seen.count, 0);
+    assert_int_equal(added, 0);
+    snprintf(path, sizeof path, "%s/loop", root);
+    assert_int_equal(symlink("loop", path), 0);
+    assert_int_equal(bd_router_add_directory(w.router, root, see_fault, &seen, &added, &err),
+                     BD_OK);
+    assert_int_equal(seen.count, 1);
+    assert_string_equal(seen.dir, path);
+    assert_int_equal(seen.err.status, BD_E_IO);
+    assert_non_null(strstr(seen.err.message, strerror(ELOOP)));
+    unlink(path);
+    snprintf(path, sizeof path, "%s/x.tmp-", root); /* a name like any other, but taken */
+    assert_int_equal(symlink(demo, path), 0);
+    assert_int_equal(bd_router_add_directory(w.router, root, see_fault, &seen, &added, &err),
+                     BD_OK);
+    assert_int_equal(seen.count, 2);
+    assert_string_equal(seen.dir, path);
+    unlink(path);
+    for (size_t i = 0; i < 4; i++) {
+        snprintf(path, sizeof path, "%s/%s", root, skipped[i]);
+        if (unlink(path) != 0) rmdir(path);
+    }
+    assert_int_equal(rmdir(root), 0);
+    close_world(&w);
+}
+
+static void test_another_base(void **state) {
+    (void)state;
+    world w;
+    bd_error err;
+    char was[9], is[9];
+    open_world(&w, 2, 20000, 10);
+    memcpy(was, w.model.fingerprint, 8);
+    w.model.fingerprint[7] = w.model.fingerprint[7] == '0' ? '1' : '0';
+    memcpy(is, w.model.fingerprint, 8);
+    was[8] = is[8] = '\0';
+    assert_int_equal(bd_router_add_variant(w.router, "x", "demo/deltas/zen-mini-c", false, &err),
+                     BD_E_MISMATCH);
+    assert_non_null(strstr(err.message, "zen-mini-c"));
+    assert_non_null(strstr(err.message, was));
+    assert_non_null(strstr(err.message, is));
+    assert_null(bd_router_find(w.router, "x", 1, 0));
+    assert_int_equal(bd_router_served_count(w.router), 15);
     close_world(&w);
 }
 
@@ -613,11 +734,13 @@ static void test_admin(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_registry),  cmocka_unit_test(test_tenants),
-        cmocka_unit_test(test_reserve),   cmocka_unit_test(test_random),
-        cmocka_unit_test(test_fairness),  cmocka_unit_test(test_failed_load),
-        cmocka_unit_test(test_cold_wait), cmocka_unit_test(test_stop),
-        cmocka_unit_test(test_lost),      cmocka_unit_test(test_admin),
+        cmocka_unit_test(test_registry),     cmocka_unit_test(test_tenants),
+        cmocka_unit_test(test_reserve),      cmocka_unit_test(test_random),
+        cmocka_unit_test(test_fairness),     cmocka_unit_test(test_failed_load),
+        cmocka_unit_test(test_cold_wait),    cmocka_unit_test(test_stop),
+        cmocka_unit_test(test_lost),         cmocka_unit_test(test_admin),
+        cmocka_unit_test(test_names),        cmocka_unit_test(test_directory),
+        cmocka_unit_test(test_another_base),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

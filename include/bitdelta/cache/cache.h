@@ -84,9 +84,9 @@ void bd_cache_release(bd_cache *cache, bd_lease *lease, uint64_t now_us);
 bool bd_cache_poll(bd_cache *cache, uint64_t now_us);
 
 /* Admin. Pins beyond what leaves one variant's pages evictable: BD_E_LIMIT. prefetch: BD_OK when
- * resident, BD_AGAIN when on its way, BD_BUSY and BD_E_VARIANT as for acquire. unload: BD_BUSY while
- * leased or while its load is being stopped (it drains, waiters get BD_E_VARIANT); of a failed
- * variant: it may be tried again at once. */
+ * resident, BD_AGAIN when on its way, BD_BUSY and BD_E_VARIANT as for acquire. unload: BD_BUSY
+ * while leased or while its load is being stopped (it drains, waiters get BD_E_VARIANT); of a
+ * failed variant: it may be tried again at once. */
 BD_MUST_CHECK bd_status bd_cache_pin(bd_cache *cache, bd_variant *variant, bool pinned,
                                      bd_error *err);
 BD_MUST_CHECK bd_status bd_cache_prefetch(bd_cache *cache, bd_variant *variant, uint64_t now_us,

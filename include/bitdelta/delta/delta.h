@@ -15,7 +15,7 @@
 #define BD_DELTA_CHUNK_BYTES (4u << 20)
 #define BD_DELTA_SHARDS_MAX  64
 #define BD_PLANES_MAX        4
-#define BD_VARIANT_NAME_MAX  128 /* bytes; printable, no control characters */
+#define BD_VARIANT_NAME_MAX  128 /* bytes; see bd_variant_name_fault */
 
 typedef enum bd_delta_kind { BD_DELTA_SIGN, BD_DELTA_FULL } bd_delta_kind;
 
@@ -50,6 +50,12 @@ typedef struct bd_delta { /* delta.json, checked */
     uint8_t digest[32]; /* SHA-256 over delta.json's bytes: the variant's content identity */
     void *storage;      /* owned */
 } bd_delta;
+
+/* What keeps a name from being given or served ("has a quote"), or NULL: control characters,
+ * quotes, backslashes, spaces at the ends and parts ".." are refused, because names stand in URLs,
+ * logs, metrics and shell commands. '/' inside is fine ("org/model"). delta.json is read whatever
+ * name it has: it can be served under another. */
+const char *bd_variant_name_fault(const char *name);
 
 /* Reads and checks delta.json alone: cheap enough for 10,000 variants at start. Names in `files`
  * may not contain '/'. */

@@ -99,10 +99,12 @@ void bd_router_attach(bd_router *router, bd_engine *engine);
 bd_engine_hooks bd_router_hooks(bd_router *router); /* for bd_engine_options */
 
 /* Before the engine starts. name NULL: delta.json's. A faulty variant is an error that names it;
- * the caller logs it and goes on with the others. Duplicates: BD_E_ARGUMENT. */
+ * the caller logs it and goes on with the others. Duplicates and names that
+ * bd_variant_name_fault refuses: BD_E_ARGUMENT; a delta of another base: BD_E_MISMATCH. */
 BD_MUST_CHECK bd_status bd_router_add_variant(bd_router *router, const char *name, const char *dir,
                                               bool pinned, bd_error *err);
-/* Every sub-directory with a delta.json, in name order; faults go to `report` one by one. */
+/* Every sub-directory with a delta.json, in name order, hidden ones and NAME.tmp-<digits> left out;
+ * faults go to `report` one by one, those of delta.json files that cannot be reached too. */
 BD_MUST_CHECK bd_status bd_router_add_directory(bd_router *router, const char *dir,
                                                 void (*report)(void *ctx, const char *dir,
                                                                const bd_error *err),

@@ -1,0 +1,27 @@
+/* name.c - which names a base or a variant may have. */
+#include <string.h>
+
+#include "bitdelta/delta/delta.h"
+
+static bool has_parent_part(const char *name) {
+    for (const char *part = name; part; part = strchr(part, '/')) {
+        if (*part == '/') part++;
+        if (part[0] == '.' && part[1] == '.' && (part[2] == '/' || part[2] == '\0')) return true;
+    }
+    return false;
+}
+
+const char *bd_variant_name_fault(const char *name) {
+    const size_t bytes = strlen(name);
+    if (bytes == 0) return "is empty";
+    if (bytes > BD_VARIANT_NAME_MAX) return "has over 128 bytes";
+    _Static_assert(BD_VARIANT_NAME_MAX == 128, "said in the text above");
+    for (const char *p = name; *p; p++) {
+        if ((unsigned char)*p < 0x20 || *p == 0x7f) return "has a control character";
+        if (*p == '"' || *p == '\'' || *p == '`') return "has a quote";
+        if (*p == '\\') return "has a backslash";
+    }
+    if (name[0] == ' ' || name[bytes - 1] == ' ') return "begins or ends with a space";
+    if (has_parent_part(name)) return "has a part \"..\"";
+    return NULL;
+}
