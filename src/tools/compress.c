@@ -58,21 +58,18 @@ static void last_part(const char *path, char *out, size_t out_bytes) {
 }
 
 static bd_status set_name(char *to, const char *given, const char *path, const char *what,
-                          bd_error *err) {
+                          const char *option, bd_error *err) {
     char name[BD_VARIANT_NAME_MAX + 2];
     if (given) {
         (void)snprintf(name, sizeof name, "%s", given);
     } else {
         last_part(path, name, sizeof name);
     }
-    const size_t len = strlen(name);
-    bool fine = len > 0 && len <= BD_VARIANT_NAME_MAX;
-    for (size_t i = 0; i < len; i++)
-        fine = fine && (unsigned char)name[i] >= 0x20 && name[i] != 0x7f;
-    if (!fine)
-        return bd_fail(err, BD_E_ARGUMENT, what,
-                       "the %s is empty, over 128 bytes, or has control characters", what);
-    memcpy(to, name, len + 1);
+    const char *fault = bd_variant_name_fault(name);
+    if (fault)
+        return bd_fail(err, BD_E_ARGUMENT, what, "the %s \"%s\" %s%s%s", what, name, fault,
+                       given ? "" : "; give one with ", given ? "" : option);
+    memcpy(to, name, strlen(name) + 1);
     return BD_OK;
 }
 
@@ -93,9 +90,11 @@ static bd_status check_request(run *r, bd_error *err) {
         return bd_fail(err, BD_E_ARGUMENT, "bits", "--bits is not 1, 2, 3 or 4");
     if (r->shards > BD_COMPRESS_SHARDS_MAX || (r->shards & (r->shards - 1)) != 0)
         return bd_fail(err, BD_E_ARGUMENT, "shards", "--shards is not 1, 2, 4 or 8");
-    bd_status status = set_name(r->delta.base, q->base_name, q->base_dir, "base name", err);
+    bd_status status =
+        set_name(r->delta.base, q->base_name, q->base_dir, "base name", "--base-name", err);
     if (status == BD_OK)
-        status = set_name(r->delta.variant, q->variant_name, q->out_dir, "variant name", err);
+        status = set_name(r->delta.variant, q->variant_name, q->out_dir, "variant name",
+                          "--variant", err);
     return status == BD_OK ? bd_output_check(q->out_dir, q->force, &r->output, err) : status;
 }
 

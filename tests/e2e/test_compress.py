@@ -598,6 +598,17 @@ def test_wrong_arguments(tmp_path):
     assert not (tmp_path / "d").exists()
 
 
+def test_names(tmp_path):
+    base, tuned = make_pair(tmp_path, SEED + 740, layers=1)
+    for bad in ("a\nb", 'a"b', "it's", "a\\b", " a", "a ", "../a", "a/../b", "x" * 129):
+        assert "variant name" in compress(base, tuned, tmp_path / "d", "--variant", bad, status=1).stderr
+        assert "base name" in compress(base, tuned, tmp_path / "d", "--base-name", bad, status=1).stderr
+    assert "--variant" in compress(base, tuned, tmp_path / "it's", status=1).stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "tuned"]
+    compress(base, tuned, tmp_path / "it's", "--variant", "org/a model..1")
+    assert json.loads((tmp_path / "it's" / "delta.json").read_text())["variant"] == "org/a model..1"
+
+
 # ---- runs ----------------------------------------------------------------------------------------------------------------------
 
 def test_dry_run_and_json(tmp_path):
