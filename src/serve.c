@@ -10,7 +10,9 @@
 #include <errno.h>
 #include <inttypes.h>
 #include <pthread.h>
+#include <semaphore.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -24,6 +26,7 @@
 #define ROPE_TABLES_MAX       33u /* the base's and those of variants with their own rope */
 #define CUDA_STEP_DEADLINE_US 30000000u
 #define VARIANTS_PER_STEP_MAX 16u
+#define SAME_SIGNAL_US        500000u
 #define COLD_WAIT_US          2000000u
 
 typedef struct server {
@@ -79,19 +82,22 @@ static void load_progress(void *ctx, uint64_t done_bytes, uint64_t total_bytes) 
            (double)(total_bytes - done_bytes) / (rate + 1.0));
 }
 
-/* Directories below dir that hold a delta.json. */
-static uint32_t count_deltas(const char *dir) {
-    DIR *handle = dir ? opendir(dir) : NULL;
-    if (!handle) return 0;
-    uint32_t count = 0;
+/* Directories below dir that hold a delta.json: how many slots could be wanted. */
+static bd_status count_deltas(const char *dir, uint32_t *count, bd_error *err) {
+    *count = 0;
+    if (!dir) return BD_OK;
+    DIR *handle = opendir(dir);
+    if (!handle)
+        return bd_fail_errno(err, BD_E_NOT_FOUND, dir, errno,
+                             "deltas: the directory %s cannot be read", dir);
     for (struct dirent *entry; (entry = readdir(handle));) {
         char path[4096];
         if (entry->d_name[0] == '.') continue;
         const int length = snprintf(path, sizeof path, "%s/%s/delta.json", dir, entry->d_name);
-        if (length > 0 && (size_t)length < sizeof path && bd_file_exists(path)) count++;
+        if (length > 0 && (size_t)length < sizeof path && bd_file_exists(path)) ++*count;
     }
     closedir(handle);
-    return count;
+    return BD_OK;
 }
 
 /* Does the variant in `dir` say that its vocabulary is larger than the base's? One that cannot be
@@ -122,7 +128,11 @@ static uint32_t extra_vocab(const bd_serve_options *o, const bd_model_config *ba
 static bd_status model_options(server *s, const bd_backend_ops *ops, bd_model_options *out,
                                bd_error *err) {
     const bd_serve_options *o = s->options;
-    const uint32_t variants = count_deltas(o->deltas_dir) + o->variants.count;
+    uint32_t variants;
+    bd_status status = count_deltas(o->deltas_dir, &variants, err);
+    if (status != BD_OK) return status;
+    variants += o->variants.count;
+    if (variants == 0) bd_log(BD_LOG_WARN, "serve", "no variants: the base is served alone");
     *out = (bd_model_options){.dir = o->base_path,
                               .ops = ops,
                               .rank_count = o->tensor_parallel,
@@ -135,13 +145,14 @@ static bd_status model_options(server *s, const bd_backend_ops *ops, bd_model_op
                               .kv_tokens = o->kv_tokens,
                               .rope_tables_max =
                                   variants + 1 < ROPE_TABLES_MAX ? variants + 1 : ROPE_TABLES_MAX,
-                              .delta_slots = o->slots ? o->slots : variants,
+                              .delta_slots = o->slots   ? o->slots
+                                             : variants ? variants
+                                                        : 1,
                               .progress = load_progress,
                               .progress_ctx = s};
     bd_model_config config;
     bd_memory_plan plan;
-    bd_status status = bd_model_config_read(o->base_path, &config, err);
-    if (status != BD_OK) return status;
+    if ((status = bd_model_config_read(o->base_path, &config, err)) != BD_OK) return status;
     out->extra_vocab_max = extra_vocab(o, &config);
     if (o->slots || variants < 2) return BD_OK;
     while (out->delta_slots > 1 && bd_model_plan(out, &config, &plan, NULL) == BD_E_LIMIT)
@@ -246,9 +257,8 @@ static bd_status open_engine(server *s, bd_error *err) {
 
 static void report_variant(void *ctx, const char *dir, const bd_error *err) {
     (void)ctx;
-    char what[512];
-    snprintf(what, sizeof what, "variant refused dir=%s", dir);
-    bd_log_error("router", what, err);
+    (void)dir; /* the message names it */
+    bd_log_error("router", "variant refused", err);
 }
 
 /* A faulty variant is logged and left out; the others serve on. */
@@ -362,38 +372,80 @@ static void close_all(server *s) {
     pthread_mutex_destroy(&s->lock);
 }
 
-static void *second_signal(void *ctx) {
-    const sigset_t *set = ctx;
-    int number;
-    sigwait(set, &number);
-    bd_log(BD_LOG_WARN, "serve", "second signal: leaving at once");
-    signal(number, SIG_DFL);
-    pthread_sigmask(SIG_UNBLOCK, set, NULL);
-    raise(number);
+/* Signals have a thread of their own, so that they also end a load that takes long. SIGTERM and
+ * SIGINT: before the server is ready and after the first one, the process ends at once by that
+ * signal; else the main thread drains. SIGHUP: logged only. */
+typedef struct signals {
+    sigset_t set;
+    sem_t drain;
+    _Atomic bool ready;
+    int number; /* of the signal that drains; valid after drain */
+    pthread_t thread;
+} signals;
+
+static void *signals_run(void *ctx) {
+    signals *g = ctx;
+    uint64_t first_us = 0;
+    for (;;) {
+        int number;
+        if (sigwait(&g->set, &number) != 0) continue;
+        if (number == SIGHUP) {
+            bd_log(BD_LOG_WARN, "serve", "signal=SIGHUP ignored: variants are read at start");
+            continue;
+        }
+        if (atomic_exchange(&g->ready, false)) {
+            g->number = number;
+            first_us = bd_now_us();
+            sem_post(&g->drain);
+            continue;
+        }
+        /* Supervisors that signal a process and then its group send one order twice. */
+        if (first_us && bd_now_us() - first_us < SAME_SIGNAL_US) continue;
+        bd_log(BD_LOG_WARN, "serve", "signal=%d leaving at once", number);
+        signal(number, SIG_DFL);
+        pthread_sigmask(SIG_UNBLOCK, &g->set, NULL);
+        raise(number);
+    }
     return NULL;
+}
+
+static bd_status signals_open(signals *g, bd_error *err) {
+    sigemptyset(&g->set);
+    sigaddset(&g->set, SIGTERM);
+    sigaddset(&g->set, SIGINT);
+    sigaddset(&g->set, SIGHUP);
+    /* Every thread inherits the mask, so only sigwait above sees them. */
+    pthread_sigmask(SIG_BLOCK, &g->set, NULL);
+    signal(SIGPIPE, SIG_IGN);
+    sem_init(&g->drain, 0, 0);
+    const int error_number = pthread_create(&g->thread, NULL, signals_run, g);
+    if (error_number)
+        return bd_fail_errno(err, BD_E_MEMORY, "serve", error_number, "no thread for signals");
+    return BD_OK;
+}
+
+static void signals_close(signals *g) {
+    pthread_cancel(g->thread);
+    pthread_join(g->thread, NULL);
+    sem_destroy(&g->drain);
 }
 
 bd_status bd_serve_run(const bd_serve_options *options, bd_error *err) {
     server s = {.options = options};
+    signals g = {.number = 0};
+    bd_status status = signals_open(&g, err);
+    if (status != BD_OK) return status;
     pthread_mutex_init(&s.lock, NULL);
-    /* Every thread inherits the mask, so only the waits below see the signals. */
-    sigset_t set;
-    sigemptyset(&set);
-    sigaddset(&set, SIGTERM);
-    sigaddset(&set, SIGINT);
-    pthread_sigmask(SIG_BLOCK, &set, NULL);
-    signal(SIGPIPE, SIG_IGN);
-    bd_status status = open_all(&s, err);
-    if (status == BD_OK) {
-        int number = 0;
-        sigwait(&set, &number);
-        bd_log(BD_LOG_INFO, "serve", "draining signal=%d seconds=%u", number,
+    if ((status = open_all(&s, err)) == BD_OK) {
+        atomic_store(&g.ready, true);
+        while (sem_wait(&g.drain) != 0)
+            continue; /* interrupted */
+        bd_log(BD_LOG_INFO, "serve", "draining signal=%d seconds=%u", g.number,
                options->drain_seconds);
-        pthread_t watcher;
-        if (pthread_create(&watcher, NULL, second_signal, &set) == 0) pthread_detach(watcher);
         bd_http_server_drain(s.http, options->drain_seconds);
     }
     close_all(&s);
+    signals_close(&g);
     if (status == BD_OK) bd_log(BD_LOG_INFO, "serve", "stopped");
     return status;
 }

@@ -118,9 +118,17 @@ bd_status bd_file_read(const char *path, size_t max_bytes, char **out, size_t *b
     *out = NULL;
     *bytes = 0;
     if (max_bytes > SIZE_MAX / 4) max_bytes = SIZE_MAX / 4;
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    /* As in bd_file_map: a FIFO is refused, not waited for. */
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (fd < 0) return fail_open(path, errno, err);
-    bd_status status = read_all(fd, path, max_bytes, out, bytes, err);
+    struct stat info;
+    bd_status status = BD_OK;
+    if (fstat(fd, &info) != 0)
+        status = bd_fail_errno(err, BD_E_IO, path, errno, "cannot stat %s", path);
+    else if (!S_ISREG(info.st_mode))
+        status = bd_fail(err, BD_E_IO, path, "%s is not a regular file", path);
+    else
+        status = read_all(fd, path, max_bytes, out, bytes, err);
     close(fd);
     return status;
 }

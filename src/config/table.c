@@ -137,7 +137,7 @@ static const option_row k_rows[] = {
     {.flag = "calibrate",
      .type = OPTION_PATH,
      .placeholder = "FILE",
-     .help = "text to tune the scales on",
+     .help = "text to tune the scales on; not in this version, refused",
      .at = {AT_COMPRESS(calibrate_path)}},
     {.flag = "dry-run",
      .type = OPTION_SWITCH,
@@ -226,7 +226,7 @@ static const option_row k_rows[] = {
      .names = k_none,
      .placeholder = "HOST:PORT",
      .fallback = "127.0.0.1:8081",
-     .help = "address of metrics, dashboard and admin API, or none",
+     .help = "address of the admin API and its metrics, or none",
      .at = {AT_SERVE(admin)}},
     {.flag = "api-key",
      .key = "api_keys",
@@ -250,7 +250,7 @@ static const option_row k_rows[] = {
      .key = "tenants",
      .type = OPTION_PATH,
      .placeholder = "FILE",
-     .help = "JSON file of tenants: keys, allowed variants, limits",
+     .help = "JSON file of tenants; not in this version, refused",
      .at = {AT_SERVE(tenants_path)}},
 
     /* --- device --- */
@@ -311,7 +311,7 @@ static const option_row k_rows[] = {
      .placeholder = "SIZE",
      .max = 16384 * GIB,
      .fallback = "0",
-     .help = "host memory that keeps evicted deltas",
+     .help = "host memory that keeps evicted deltas; not in this version, only 0",
      .at = {AT_SERVE(host_bytes)}},
 
     /* --- serve: sequences and steps --- */

@@ -1,6 +1,7 @@
 """The admin listener, loading, faulty variants, draining, start-up faults."""
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -166,7 +167,9 @@ def test_second_signal_ends_at_once(launch):
     Reader(raw).head()
     server.process.send_signal(signal.SIGTERM)
     server.find("draining")
-    time.sleep(0.1)
+    server.process.send_signal(signal.SIGTERM)  # at once: taken for the same order sent twice
+    time.sleep(0.8)
+    assert server.process.poll() is None
     started = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(5) != 0 and time.monotonic() - started < 3
@@ -245,3 +248,46 @@ def test_no_secrets_in_the_log(launch):
     text = "\n".join(server.lines)
     for secret in ("sk-very-secret", "sk-wrong-one", "admin-secret", "private words"):
         assert secret not in text
+
+
+def test_the_shipped_configuration_starts(tmp_path):
+    shipped = json.loads((ROOT / "configs" / "zen-mini.json").read_text())
+    shipped.update(listen="127.0.0.1:0", admin="127.0.0.1:0")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(shipped))
+    process = subprocess.Popen([BINARY, "serve", "--config", path], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:
+        if "mod=serve ready" in line:
+            break
+    else:
+        raise AssertionError(f"exit status {process.wait()}")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+
+
+@pytest.mark.parametrize("deltas, words", [("no/such/place", "No such file"), ("README.md", "Not a directory")])
+def test_a_wrong_directory_of_deltas_is_named(deltas, words):
+    run = subprocess.run([BINARY, "serve", "--base", "demo/zen-mini", "--deltas", deltas, "--listen", "127.0.0.1:0", "--admin", "none"],
+                         cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1 and deltas in run.stderr and words in run.stderr
+
+
+def test_the_base_alone_and_sighup(tmp_path):
+    process = subprocess.Popen([BINARY, "serve", "--base", "demo/zen-mini", "--listen", "127.0.0.1:0", "--admin", "none"], cwd=ROOT,
+                               stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:
+        if "mod=serve ready" in line:
+            break
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+
+
+def test_a_fifo_is_refused_not_waited_for(tmp_path):
+    base = tmp_path / "base"
+    base.mkdir()
+    os.mkfifo(base / "config.json")
+    run = subprocess.run([BINARY, "serve", "--base", base, "--listen", "127.0.0.1:0", "--admin", "none"], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert run.returncode == 1 and "config.json is not a regular file" in run.stderr
