@@ -349,12 +349,8 @@ static bd_status open_all(server *s, bd_error *err) {
     if ((status = open_engine(s, err)) != BD_OK) return status;
     if ((status = add_variants(s, err)) != BD_OK) return status;
     if ((status = bd_engine_start(s->engine, err)) != BD_OK) return status;
-    status = bd_http_server_attach(s->http, s->router, bd_model_fingerprint(s->model),
-                                   bd_model_ops(s->model)->name, err);
-    if (status == BD_OK)
-        bd_log(BD_LOG_INFO, "serve", "ready address=%s admin=%s", bd_http_server_address(s->http),
-               bd_http_server_admin_address(s->http));
-    return status;
+    return bd_http_server_attach(s->http, s->router, bd_model_fingerprint(s->model),
+                                 bd_model_ops(s->model)->name, err);
 }
 
 static void close_all(server *s) {
@@ -438,6 +434,8 @@ bd_status bd_serve_run(const bd_serve_options *options, bd_error *err) {
     pthread_mutex_init(&s.lock, NULL);
     if ((status = open_all(&s, err)) == BD_OK) {
         atomic_store(&g.ready, true);
+        bd_log(BD_LOG_INFO, "serve", "ready address=%s admin=%s", bd_http_server_address(s.http),
+               bd_http_server_admin_address(s.http));
         while (sem_wait(&g.drain) != 0)
             continue; /* interrupted */
         bd_log(BD_LOG_INFO, "serve", "draining signal=%d seconds=%u", g.number,
