@@ -2,9 +2,11 @@
  * checkpoint.h. */
 #include "bitdelta/hf/checkpoint.h"
 
+#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "bitdelta/base/file.h"
 #include "bitdelta/hf/json_text.h"
@@ -164,10 +166,21 @@ static bd_status open_single(bd_checkpoint *c, bd_error *err) {
     return gather(c, err);
 }
 
+static bd_status check_directory(const char *dir, bd_error *err) {
+    struct stat info;
+    if (stat(dir, &info) == 0) {
+        if (S_ISDIR(info.st_mode)) return BD_OK;
+        return bd_fail(err, BD_E_ARGUMENT, dir, "%s is not a directory", dir);
+    }
+    if (errno == ENOENT) return bd_fail(err, BD_E_NOT_FOUND, dir, "%s does not exist", dir);
+    return bd_fail_errno(err, BD_E_IO, dir, errno, "%s cannot be reached", dir);
+}
+
 bd_status bd_checkpoint_open(const char *dir, bd_checkpoint **out, bd_error *err) {
     *out = NULL;
-    bd_status status;
     char index_path[PATH_BYTES];
+    bd_status status = check_directory(dir, err);
+    if (status != BD_OK) return status;
     bd_checkpoint *c = calloc(1, sizeof *c);
     if (!c) return no_memory(dir, err);
     c->dir = strdup(dir);

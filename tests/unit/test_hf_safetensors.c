@@ -350,6 +350,11 @@ static void test_index_faults(void **state) {
     bd_error err;
     bd_checkpoint *c;
     assert_int_equal(bd_checkpoint_open("tests/data/hf", &c, &err), BD_E_NOT_FOUND);
+    assert_non_null(strstr(err.message, "neither"));
+    assert_int_equal(bd_checkpoint_open("tests/no-such", &c, &err), BD_E_NOT_FOUND);
+    assert_string_equal(err.message, "tests/no-such does not exist");
+    assert_int_equal(bd_checkpoint_open("demo/zen-mini/config.json", &c, &err), BD_E_ARGUMENT);
+    assert_string_equal(err.message, "demo/zen-mini/config.json is not a directory");
 }
 
 int main(void) {
