@@ -2,6 +2,7 @@
  * with --verify. Threads: the caller's. */
 #include "bitdelta/tools/inspect.h"
 
+#include <errno.h>
 #include <string.h>
 #include <sys/stat.h>
 
@@ -214,6 +215,17 @@ static bd_status inspect_delta(report *r, const char *dir, bd_error *err) {
     return status;
 }
 
+/* What has no checksums is not called verified, nor passed over in silence. */
+static void begin_tensors(report *r, uint32_t count) {
+    if (r->verify)
+        bd_strbuf_puts(&r->text, r->json ? "\"verified\":false,\"checksums\":0,"
+                                         : "checksums    none: there is nothing to verify by\n");
+    if (r->json)
+        bd_strbuf_puts(&r->text, "\"tensors\":[");
+    else
+        bd_strbuf_printf(&r->text, "tensors      %u\n", count);
+}
+
 /* ---- tensors of a file or a model ------------------------------------------------------------ */
 
 static void tensor_line(report *r, const bd_tensor *t, bool first) {
@@ -239,11 +251,11 @@ static bd_status inspect_file(report *r, bd_error *err) {
     const uint32_t count = bd_safetensors_count(file);
     const unsigned long long bytes = bd_safetensors_file_bytes(file);
     if (r->json) {
-        bd_strbuf_printf(&r->text, "{\"kind\":\"safetensors\",\"bytes\":%llu,\"tensors\":[", bytes);
+        bd_strbuf_printf(&r->text, "{\"kind\":\"safetensors\",\"bytes\":%llu,", bytes);
     } else {
-        bd_strbuf_printf(&r->text, "safetensors  %s\nsize         %llu bytes\ntensors      %u\n",
-                         r->path, bytes, count);
+        bd_strbuf_printf(&r->text, "safetensors  %s\nsize         %llu bytes\n", r->path, bytes);
     }
+    begin_tensors(r, count);
     for (uint32_t i = 0; i < count; i++)
         tensor_line(r, bd_safetensors_at(file, i), i == 0);
     if (r->json) bd_strbuf_puts(&r->text, "],\"ok\":true}\n");
@@ -260,17 +272,16 @@ static bd_status inspect_model(report *r, bd_error *err) {
     const uint32_t count = bd_checkpoint_count(c), files = bd_checkpoint_file_count(c);
     const unsigned long long bytes = bd_checkpoint_bytes(c);
     if (r->json) {
-        bd_strbuf_printf(
-            &r->text,
-            "{\"kind\":\"model\",\"fingerprint\":\"%s\",\"files\":%u,\"bytes\":%llu,\"tensors\":[",
-            fingerprint, files, bytes);
+        bd_strbuf_printf(&r->text,
+                         "{\"kind\":\"model\",\"fingerprint\":\"%s\",\"files\":%u,\"bytes\":%llu,",
+                         fingerprint, files, bytes);
     } else {
         bd_strbuf_printf(
             &r->text,
-            "model        %s\nfingerprint  %s\nsize         %llu bytes of tensors in %u file%s\n"
-            "tensors      %u\n",
-            r->path, fingerprint, bytes, files, files == 1 ? "" : "s", count);
+            "model        %s\nfingerprint  %s\nsize         %llu bytes of tensors in %u file%s\n",
+            r->path, fingerprint, bytes, files, files == 1 ? "" : "s");
     }
+    begin_tensors(r, count);
     for (uint32_t i = 0; i < count; i++)
         tensor_line(r, bd_checkpoint_at(c, i), i == 0);
     if (r->json) bd_strbuf_puts(&r->text, "],\"ok\":true}\n");
@@ -287,11 +298,23 @@ static bool ends_with(const char *text, const char *end) {
     return text_len >= end_len && strcmp(text + text_len - end_len, end) == 0;
 }
 
+static bool has_file(const char *dir, const char *name) {
+    char path[PATH_BYTES];
+    return bd_path_join(path, sizeof path, dir, name, NULL) == BD_OK && bd_file_exists(path);
+}
+
 static bd_status inspect_directory(report *r, bd_error *err) {
     char path[PATH_BYTES];
     const bd_status status = bd_path_join(path, sizeof path, r->path, "delta.json", err);
     if (status != BD_OK) return status;
-    return bd_file_exists(path) ? inspect_delta(r, r->path, err) : inspect_model(r, err);
+    if (bd_file_exists(path)) return inspect_delta(r, r->path, err);
+    if (!has_file(r->path, "model.safetensors") &&
+        !has_file(r->path, "model.safetensors.index.json"))
+        return bd_fail(err, BD_E_NOT_FOUND, r->path,
+                       "%s is neither a delta nor a model: it has no delta.json, no "
+                       "model.safetensors and no model.safetensors.index.json",
+                       r->path);
+    return inspect_model(r, err);
 }
 
 /* delta.json itself stands for its directory. */
@@ -308,7 +331,9 @@ bd_status bd_inspect_run(const char *path, bool verify, bool json, FILE *out, bd
     struct stat info;
     bd_status status;
     if (stat(path, &info) != 0) {
-        status = bd_fail(err, BD_E_NOT_FOUND, path, "%s does not exist or cannot be reached", path);
+        status = errno == ENOENT
+                     ? bd_fail(err, BD_E_NOT_FOUND, path, "%s does not exist", path)
+                     : bd_fail_errno(err, BD_E_IO, path, errno, "%s cannot be reached", path);
     } else if (S_ISDIR(info.st_mode)) {
         status = inspect_directory(&r, err);
     } else if (ends_with(path, "/delta.json") || strcmp(path, "delta.json") == 0) {

@@ -727,7 +727,16 @@ def test_inspect_models_and_files(tmp_path):
     told = json.loads(bitdelta("inspect", ROOT / "tests" / "data" / "hf" / "python.safetensors", "--json").stdout)
     assert told["kind"] == "safetensors" and {t["name"]: t["dtype"] for t in told["tensors"]}["bf16"] == "BF16"
     assert "zen-mini-sql" in bitdelta("inspect", DEMO / "deltas" / "zen-mini-sql" / "delta.json").stdout
-    assert "nowhere" in bitdelta("inspect", tmp_path / "nowhere", status=1).stderr
+    for thing in (DEMO / "zen-mini", ROOT / "tests" / "data" / "hf" / "python.safetensors"):
+        assert "checksums    none" in bitdelta("inspect", thing, "--verify").stdout
+        assert "checksums" not in bitdelta("inspect", thing).stdout
+        told = json.loads(bitdelta("inspect", thing, "--verify", "--json").stdout)
+        assert told["verified"] is False and told["checksums"] == 0 and told["ok"] is True and told["tensors"]
+    assert "nowhere does not exist" in bitdelta("inspect", tmp_path / "nowhere", status=1).stderr
+    assert "delta.json" in bitdelta("inspect", tmp_path, status=1).stderr
+    assert "nowhere does not exist" in compress(tmp_path / "nowhere", DEMO / "zen-mini", tmp_path / "d", status=1).stderr
+    config = DEMO / "zen-mini" / "config.json"
+    assert "config.json is not a directory" in compress(DEMO / "zen-mini", config, tmp_path / "d", status=1).stderr
     (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", 1 << 40) + b"{}")
     assert "x.safetensors" in bitdelta("inspect", tmp_path / "x.safetensors", status=1).stderr
 
