@@ -225,10 +225,10 @@ static void publish_stats(bd_engine *engine) {
     bd_metric_set(engine->metrics.kv_usage, (double)used / total);
 }
 
-/* One turn; false: nothing was there to do. */
+/* One turn; false: nothing happened after which there might be more to do. */
 static bool turn(bd_engine *engine) {
     run_calls(engine);
-    bd_engine_reap(engine);
+    (void)bd_engine_reap(engine); /* before the hook, which sees the room it makes */
     bd_step_buffer *finished = NULL;
     bool collected = collect_finished(engine, &finished);
     uint64_t now_us = bd_now_us();
@@ -238,9 +238,14 @@ static bool turn(bd_engine *engine) {
         engine->options.hooks.before_step(engine->options.hooks.ctx, now_us, cache_changed);
     bool launched = launch(engine);
     if (collected) bd_engine_deliver(engine, finished);
-    bd_engine_reap(engine);
+    /* Those that ended may have been all that was added, with more in the queues behind them. */
+    bool reaped = bd_engine_reap(engine);
     publish_stats(engine);
-    return collected || launched;
+    /* Collected: what was chosen next may have given way without a step. */
+    if (collected || launched || reaped) return true;
+    /* Asleep with sequences and no step to wake the loop, they would stay for ever. */
+    BD_ASSERT(engine->in_flight || engine->running.count + engine->waiting.count == 0);
+    return false;
 }
 
 static void wait_for_work(bd_engine *engine) {
@@ -271,7 +276,7 @@ static void *engine_main(void *arg) {
             wait_for_work(engine);
         check_hang(engine, bd_now_us());
     }
-    bd_engine_reap(engine);
+    (void)bd_engine_reap(engine);
     close_engine(engine, &err);
     run_calls(engine);
     publish_stats(engine);

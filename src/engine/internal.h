@@ -165,14 +165,16 @@ void bd_sequence_settle(bd_engine *engine,
 
 /* schedule.c */
 void bd_engine_admit(bd_engine *engine);
-bd_step_buffer *bd_engine_build(bd_engine *engine); /* NULL: nothing to run */
+/* NULL: nothing to run, or the chosen gave up their KV to variants left out, whose turn is next. */
+bd_step_buffer *bd_engine_build(bd_engine *engine);
 
 /* collect.c */
 void bd_engine_collect(bd_engine *engine, bd_step_buffer *buffer, bd_status status,
                        const bd_error *err);
 void bd_engine_deliver(bd_engine *engine, bd_step_buffer *buffer);
-/* Ends what was cancelled or is idle. Only while nothing is undelivered. */
-void bd_engine_reap(bd_engine *engine);
+/* Ends what was cancelled or is idle; true: there was some, so there is room now. Only while
+ * nothing is undelivered. */
+bool bd_engine_reap(bd_engine *engine);
 /* Ends every sequence with err. */
 void bd_engine_end_all(bd_engine *engine, const bd_error *err);
 

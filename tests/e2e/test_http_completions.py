@@ -441,3 +441,18 @@ def test_queue_full(launch):
     for answer in refused:
         error_of(answer, 429, "rate_limit_exceeded")
         assert 1 <= int(answer.headers["retry-after"]) <= 60
+
+
+def test_nothing_to_generate(server, launch):
+    """Choices that ask nothing of the model, more of them than sequences at once: no step runs that would wake anybody."""
+    def ask(one, count, **fields):
+        answer = one.session.post(one.url + "/v1/completions", json={"max_tokens": 0, **fields}, timeout=20)
+        assert answer.status_code == 200, answer.text
+        choices = answer.json()["choices"]
+        assert [c["index"] for c in choices] == list(range(count)) and all(c["text"] == "" and c["finish_reason"] == "length" for c in choices)
+    small = launch("--max-seqs", "2")
+    for model in (BASE, VARIANTS[0]):
+        ask(small, 3, model=model, prompt="a", n=3, temperature=1)
+        ask(small, 14, model=model, prompt=["a", "b"], n=7, temperature=1)
+        ask(server, 700, model=model, prompt=[[5]] * 700)
+    assert small.complete("a", max_tokens=1)["usage"]["completion_tokens"] == 1

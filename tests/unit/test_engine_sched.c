@@ -196,6 +196,19 @@ static void make_client(script *s, client *c, struct bd_variant *variants, uint3
     fake_alone(o, decode_delta, &c->alone);
 }
 
+/* From the first turn on, and to its end by length. */
+static void make_plain(client *c, uint32_t prompt_tokens, uint32_t max_new_tokens) {
+    c->options.prompt_tokens = prompt_tokens;
+    c->options.max_new_tokens = max_new_tokens;
+    c->options.stop_id_count = 0;
+    c->options.prompt_logprobs = -1;
+    c->options.min_new_tokens = 0;
+    c->options.priority = 0;
+    c->stop_after = c->cancel_after = UINT32_MAX;
+    c->arrives_at_turn = 0;
+    fake_alone(&c->options, true, &c->alone);
+}
+
 static bd_engine_options base_options(script *s) {
     bd_engine_options o = {
         .cache = (bd_cache *)s, /* not NULL, never looked into */
@@ -260,7 +273,9 @@ static void check_clean(script *s, struct bd_variant *variants, uint32_t variant
     fake_device_deinit(s->fake);
 }
 
-static void run_random(uint64_t seed, bool prefix_cache, bool decode_delta) {
+/* unpolled: all is there from the start and no clock wakes the loop, so that it has to see by
+ * itself whether there is more to do. */
+static void run_random(uint64_t seed, bool prefix_cache, bool decode_delta, bool unpolled) {
     enum { CLIENTS = 120, VARIANTS = 7 };
     struct bd_variant variants[VARIANTS];
     script s = {.count = CLIENTS, .rng = {seed}};
@@ -283,6 +298,9 @@ static void run_random(uint64_t seed, bool prefix_cache, bool decode_delta) {
     assert_non_null(s.clients);
     for (uint32_t i = 0; i < CLIENTS; i++)
         make_client(&s, &s.clients[i], variants, VARIANTS, decode_delta);
+    for (uint32_t i = 0; i < CLIENTS && unpolled; i++)
+        s.clients[i].arrives_at_turn = 0;
+    if (unpolled) options.hooks.next_wake_us = NULL;
     start(&s, &options, &fake);
     wait_over(&s);
     bd_engine_stats stats;
@@ -300,7 +318,83 @@ static void test_random(void **state) {
     (void)state;
     uint64_t seed = fake_seed();
     for (uint32_t round = 0; round < 24; round++)
-        run_random(fake_mix(seed + round), round % 2 == 1, round % 3 != 2);
+        run_random(fake_mix(seed + round), round % 2 == 1, round % 3 != 2, false);
+}
+
+static void test_random_unpolled(void **state) {
+    (void)state;
+    uint64_t seed = fake_seed();
+    for (uint32_t round = 0; round < 24; round++)
+        run_random(fake_mix(seed + round), round % 2 == 1, round % 3 != 2, true);
+}
+
+/* Sequences that ask nothing of the model end without a step, and make room for those behind. One
+ * in `every` runs, and needs all of the KV. */
+static void run_idle(uint32_t every) {
+    enum { CLIENTS = 50, VARIANTS = 2 };
+    struct bd_variant variants[VARIANTS];
+    script s = {.count = CLIENTS, .rng = {fake_seed()}};
+    fake_device fake;
+    bd_engine_options options = base_options(&s);
+    options.seqs_max = 2;
+    options.hooks.next_wake_us = NULL;
+    fake_device_init(&fake, &options, 4, 4, 1);
+    make_variants(variants, VARIANTS);
+    s.clients = calloc(CLIENTS, sizeof *s.clients);
+    assert_non_null(s.clients);
+    for (uint32_t i = 0; i < CLIENTS; i++) {
+        make_client(&s, &s.clients[i], variants, VARIANTS, true);
+        bool runs = every > 0 && i % every == every - 1;
+        make_plain(&s.clients[i], runs ? 14 : 5, runs ? 3 : 0);
+    }
+    start(&s, &options, &fake);
+    wait_over(&s);
+    for (uint32_t i = 0; i < CLIENTS; i++)
+        check_client(&s, &s.clients[i]);
+    check_clean(&s, variants, VARIANTS);
+    free(s.clients);
+}
+
+static void test_idle(void **state) {
+    (void)state;
+    run_idle(0);
+}
+
+static void test_idle_before_waiting(void **state) {
+    (void)state;
+    run_idle(2);
+    run_idle(3);
+}
+
+/* The only sequence of the step's only variant finds no block and gives way: the other variant's
+ * runs then. */
+static void test_chosen_gives_way(void **state) {
+    (void)state;
+    enum { CLIENTS = 2, VARIANTS = 2 };
+    struct bd_variant variants[VARIANTS];
+    script s = {.count = CLIENTS, .rng = {fake_seed()}};
+    fake_device fake;
+    bd_engine_options options = base_options(&s);
+    options.variants_per_step_max = 1;
+    options.hooks.next_wake_us = NULL;
+    fake_device_init(&fake, &options, 4, 4, 1);
+    make_variants(variants, VARIANTS);
+    s.clients = calloc(CLIENTS, sizeof *s.clients);
+    assert_non_null(s.clients);
+    for (uint32_t i = 0; i < CLIENTS; i++) {
+        make_client(&s, &s.clients[i], variants, VARIANTS, true);
+        s.clients[i].options.lease = (bd_lease){&variants[i], &variants[i].overlay};
+        make_plain(&s.clients[i], i == 0 ? 1 : 5, i == 0 ? 10 : 8);
+    }
+    start(&s, &options, &fake);
+    wait_over(&s);
+    bd_engine_stats stats;
+    bd_engine_stats_get(s.engine, &stats);
+    assert_true(stats.preemptions > 0);
+    for (uint32_t i = 0; i < CLIENTS; i++)
+        check_client(&s, &s.clients[i]);
+    check_clean(&s, variants, VARIANTS);
+    free(s.clients);
 }
 
 /* Twenty variants of two sequences each, four per step: nobody waits more than a full rotation. */
@@ -324,14 +418,7 @@ static void test_rotation(void **state) {
         client *c = &s.clients[i];
         make_client(&s, c, variants, VARIANTS, true);
         c->options.lease = (bd_lease){&variants[i % VARIANTS], &variants[i % VARIANTS].overlay};
-        c->options.prompt_tokens = 3;
-        c->options.max_new_tokens = 30;
-        c->options.stop_id_count = 0;
-        c->options.prompt_logprobs = -1;
-        c->options.min_new_tokens = 0;
-        c->stop_after = c->cancel_after = UINT32_MAX;
-        c->arrives_at_turn = 0;
-        fake_alone(&c->options, true, &c->alone);
+        make_plain(c, 3, 30);
     }
     start(&s, &options, &fake);
     wait_over(&s);
@@ -545,7 +632,11 @@ int main(void) {
         cmocka_unit_test(test_limits),
         cmocka_unit_test(test_calls),
         cmocka_unit_test(test_rotation),
+        cmocka_unit_test(test_idle),
+        cmocka_unit_test(test_idle_before_waiting),
+        cmocka_unit_test(test_chosen_gives_way),
         cmocka_unit_test(test_random),
+        cmocka_unit_test(test_random_unpolled),
         cmocka_unit_test(test_stop_with_work),
         cmocka_unit_test(test_device_lost),
         cmocka_unit_test(test_device_hangs),
