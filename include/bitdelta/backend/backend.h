@@ -1,8 +1,9 @@
 /* backend.h - the operator table: everything the forward pass asks of a device, once per rank.
- * Owner: the rank's executor thread calls everything except plane_put and vector_put, which the rank's loader
- * thread may call at the same time on pages no step reads yet. Operators are asynchronous on the device's stream
- * (the CPU runs them at once); nothing allocates after open; optional members may be NULL.
- * All activations live in the backend's own workspace; operators know where they read and write. */
+ * Owner: the rank's executor thread calls everything except plane_put and vector_put, which the
+ * rank's loader thread may call at the same time on pages no step reads yet. Operators are
+ * asynchronous on the device's stream (the CPU runs them at once); nothing allocates after open;
+ * optional members may be NULL. All activations live in the backend's own workspace; operators know
+ * where they read and write. */
 #ifndef BITDELTA_BACKEND_BACKEND_H
 #define BITDELTA_BACKEND_BACKEND_H
 
@@ -19,16 +20,17 @@ typedef struct bd_backend_options {
     const bd_model_config *config; /* borrowed for the backend's life */
     uint32_t rank, rank_count;     /* shapes below are of this rank */
     uint32_t device_index;
-    uint32_t thread_count;         /* CPU: worker pool width, 0 = all cores */
-    uint32_t rows_max;             /* rows of a step */
+    uint32_t thread_count; /* CPU: worker pool width, 0 = all cores */
+    uint32_t rows_max;     /* rows of a step */
     uint32_t seqs_max;
     uint32_t logits_rows_max;
-    uint32_t kv_block_tokens;      /* a power of two */
+    uint32_t kv_block_tokens; /* a power of two */
     uint32_t kv_block_count;
-    uint32_t max_model_len;        /* rope tables reach this far */
-    uint32_t rope_tables_max;      /* 1 + variants with their own rope */
-    uint64_t delta_bytes;          /* arena for delta pages, page_align_bytes aligned */
-    uint32_t extra_vocab_max;      /* vocabulary rows that a variant may add, at most BD_EXTRA_VOCAB_MAX */
+    uint32_t max_model_len;   /* rope tables reach this far */
+    uint32_t rope_tables_max; /* 1 + variants with their own rope */
+    uint64_t delta_bytes;     /* arena for delta pages, page_align_bytes aligned */
+    /* vocabulary rows that a variant may add, at most BD_EXTRA_VOCAB_MAX */
+    uint32_t extra_vocab_max;
 } bd_backend_options;
 
 /* Columns of a row of logits: the base's vocabulary and room for what variants add. */
@@ -48,8 +50,9 @@ typedef struct bd_weight_id {
     uint32_t which; /* bd_linear or bd_norm */
 } bd_weight_id;
 
-/* A (slice of a) matrix or vector in host memory, rows row_stride_bytes apart; vectors have rows = 1.
- * `stable` says the memory outlives the backend (a mapped file), so a CPU backend may keep the pointer. */
+/* A (slice of a) matrix or vector in host memory, rows row_stride_bytes apart; vectors have rows
+ * = 1. `stable` says the memory outlives the backend (a mapped file), so a CPU backend may keep the
+ * pointer. */
 typedef struct bd_weight_view {
     bd_dtype dtype; /* BF16, F16 or F32 */
     uint64_t rows, cols, row_stride_bytes;
@@ -64,7 +67,7 @@ typedef struct bd_plane_part { /* a rectangle of a sign plane, packed as on disk
 } bd_plane_part;
 
 typedef struct bd_backend_ops {
-    const char *name; /* "cpu", "cuda" */
+    const char *name;          /* "cpu", "cuda" */
     uint32_t page_align_bytes; /* delta pages are multiples of this: 2 MiB on cuda, 4 KiB on cpu */
 
     /* BD_E_UNSUPPORTED names the field that this backend cannot do. No device memory is touched. */
@@ -74,48 +77,65 @@ typedef struct bd_backend_ops {
     void (*close)(bd_backend *backend); /* NULL is fine */
 
     /* Loading the base; head is put only when untied. Each weight exactly once. */
-    bd_status (*weight_put)(bd_backend *backend, bd_weight_id id, const bd_weight_view *view, bd_error *err);
+    bd_status (*weight_put)(bd_backend *backend, bd_weight_id id, const bd_weight_view *view,
+                            bd_error *err);
     /* inv_freq: [rotary_dim / 2] float32, scale multiplies cos and sin. Table 0 is the base's. */
-    bd_status (*rope_table_put)(bd_backend *backend, uint32_t table, const float *inv_freq, float scale,
-                                bd_error *err);
+    bd_status (*rope_table_put)(bd_backend *backend, uint32_t table, const float *inv_freq,
+                                float scale, bd_error *err);
 
     /* Delta pages: addresses inside the delta arena. */
     void *(*delta_arena)(bd_backend *backend); /* base address, delta_bytes long; device memory */
-    uint64_t (*plane_bytes)(uint32_t n, uint32_t k); /* one sign plane in this backend's layout, 64-byte multiple */
-    /* Packed bits as on disk (rows of k / 8 bytes, any alignment) into the backend's layout at dst. Rows
-     * [first_row, first_row + row_count) of a plane of n rows, so that a load may proceed piece by piece. */
-    bd_status (*plane_put)(bd_backend *backend, void *dst, uint32_t n, uint32_t k, uint32_t first_row,
-                           uint32_t row_count, const void *src, uint64_t src_stride_bytes, bd_error *err);
-    /* Optional: as plane_put for some of the columns, for deltas whose matrices are cut by columns. NULL: such deltas
-     * are refused. Parts of one plane may come in any order; they must not overlap. */
-    bd_status (*plane_part_put)(bd_backend *backend, void *dst, uint32_t n, uint32_t k, const bd_plane_part *part,
-                                bd_error *err);
-    /* Optional: bytes of bf16 rows (bd_overlay_rows) as they are to dst + offset. NULL: this backend takes neither
-     * matrices in full nor added vocabulary. */
-    bd_status (*rows_put)(bd_backend *backend, void *dst, uint64_t offset, const void *src, uint64_t bytes,
-                          bd_error *err);
+    /* one sign plane in this backend's layout, 64-byte multiple */
+    uint64_t (*plane_bytes)(uint32_t n, uint32_t k);
+    /* Packed bits as on disk (rows of k / 8 bytes, any alignment) into the backend's layout at dst.
+     * Rows [first_row, first_row + row_count) of a plane of n rows, so that a load may proceed
+     * piece by piece. */
+    bd_status (*plane_put)(bd_backend *backend, void *dst, uint32_t n, uint32_t k,
+                           uint32_t first_row, uint32_t row_count, const void *src,
+                           uint64_t src_stride_bytes, bd_error *err);
+    /* Optional: as plane_put for some of the columns, for deltas whose matrices are cut by columns.
+     * NULL: such deltas are refused. Parts of one plane may come in any order; they must not
+     * overlap. */
+    bd_status (*plane_part_put)(bd_backend *backend, void *dst, uint32_t n, uint32_t k,
+                                const bd_plane_part *part, bd_error *err);
+    /* Optional: bytes of bf16 rows (bd_overlay_rows) as they are to dst + offset. NULL: this
+     * backend takes neither matrices in full nor added vocabulary. */
+    bd_status (*rows_put)(bd_backend *backend, void *dst, uint64_t offset, const void *src,
+                          uint64_t bytes, bd_error *err);
     /* count float32 values (already converted) to dst + 4 * first. */
-    bd_status (*vector_put)(bd_backend *backend, void *dst, uint64_t first, const float *src, uint64_t count,
-                            bd_error *err);
-    bd_status (*put_flush)(bd_backend *backend, bd_error *err); /* optional: wait for earlier puts to be visible */
+    bd_status (*vector_put)(bd_backend *backend, void *dst, uint64_t first, const float *src,
+                            uint64_t count, bd_error *err);
+    /* optional: wait for earlier puts to be visible */
+    bd_status (*put_flush)(bd_backend *backend, bd_error *err);
 
     /* One step. Buffers: residual, normed, q, k, v, attn, act, proj, logits. */
     bd_status (*step_begin)(bd_backend *backend, const bd_step *step, bd_error *err);
-    bd_status (*embed)(bd_backend *backend, const bd_step *step, bd_error *err); /* -> residual (scaled) */
-    /* If add: residual += post_norm(proj) (post: BD_NORM_COUNT = no post norm). Then normed = rms(residual) * gamma. */
-    bd_status (*norm_residual)(bd_backend *backend, const bd_step *step, uint32_t layer, bd_norm kind, bool add,
-                               uint32_t post_layer, bd_norm post, bd_error *err);
-    /* QKV: normed -> q, k, v. O: attn -> proj. GATE_UP: normed -> act = activation(gate) * up. DOWN: act -> proj. */
-    bd_status (*linear)(bd_backend *backend, const bd_step *step, uint32_t layer, bd_group group, bd_error *err);
-    bd_status (*rope_kv_write)(bd_backend *backend, const bd_step *step, uint32_t layer, bd_error *err); /* q/k norm too */
-    bd_status (*attention)(bd_backend *backend, const bd_step *step, uint32_t layer, bd_error *err);     /* q, KV -> attn */
-    bd_status (*head)(bd_backend *backend, const bd_step *step, bd_error *err);   /* rows of normed -> logits, soft-capped */
-    bd_status (*sample)(bd_backend *backend, const bd_step *step, bd_error *err); /* logits -> results */
-    /* Waits for the step; results[logits_row_count] in order of step->logits_rows. BD_E_DEVICE at the deadline. */
-    bd_status (*step_wait)(bd_backend *backend, const bd_step *step, uint64_t deadline_us, bd_token_result *results,
-                           bd_error *err);
-    /* After step_wait: raw logits of row `index` of the step's logits rows, [bd_logits_width] float32, -inf past
-     * the row's own vocabulary on the cpu (tools and tests). */
+    /* -> residual (scaled) */
+    bd_status (*embed)(bd_backend *backend, const bd_step *step, bd_error *err);
+    /* If add: residual += post_norm(proj) (post: BD_NORM_COUNT = no post norm). Then normed =
+     * rms(residual) * gamma. */
+    bd_status (*norm_residual)(bd_backend *backend, const bd_step *step, uint32_t layer,
+                               bd_norm kind, bool add, uint32_t post_layer, bd_norm post,
+                               bd_error *err);
+    /* QKV: normed -> q, k, v. O: attn -> proj. GATE_UP: normed -> act = activation(gate) * up.
+     * DOWN: act -> proj. */
+    bd_status (*linear)(bd_backend *backend, const bd_step *step, uint32_t layer, bd_group group,
+                        bd_error *err);
+    /* q/k norm too */
+    bd_status (*rope_kv_write)(bd_backend *backend, const bd_step *step, uint32_t layer,
+                               bd_error *err);
+    /* q, KV -> attn */
+    bd_status (*attention)(bd_backend *backend, const bd_step *step, uint32_t layer, bd_error *err);
+    /* rows of normed -> logits, soft-capped */
+    bd_status (*head)(bd_backend *backend, const bd_step *step, bd_error *err);
+    /* logits -> results */
+    bd_status (*sample)(bd_backend *backend, const bd_step *step, bd_error *err);
+    /* Waits for the step; results[logits_row_count] in order of step->logits_rows. BD_E_DEVICE at
+     * the deadline. */
+    bd_status (*step_wait)(bd_backend *backend, const bd_step *step, uint64_t deadline_us,
+                           bd_token_result *results, bd_error *err);
+    /* After step_wait: raw logits of row `index` of the step's logits rows, [bd_logits_width]
+     * float32, -inf past the row's own vocabulary on the cpu (tools and tests). */
     bd_status (*logits_get)(bd_backend *backend, uint32_t index, float *out, bd_error *err);
 } bd_backend_ops;
 
@@ -123,12 +143,16 @@ struct bd_backend {
     const bd_backend_ops *ops;
 };
 
-typedef enum bd_backend_choice { BD_BACKEND_AUTO, BD_BACKEND_CUDA, BD_BACKEND_CPU } bd_backend_choice;
+typedef enum bd_backend_choice {
+    BD_BACKEND_AUTO,
+    BD_BACKEND_CUDA,
+    BD_BACKEND_CPU
+} bd_backend_choice;
 
-/* The registry. auto: cuda when a device answers, else cpu with the reason in `why` (for one log line);
- * cuda: BD_E_DEVICE naming the CUDA error. */
-BD_MUST_CHECK bd_status bd_backend_select(bd_backend_choice choice, const bd_backend_ops **out, char *why,
-                                          size_t why_bytes, bd_error *err);
+/* The registry. auto: cuda when a device answers, else cpu with the reason in `why` (for one log
+ * line); cuda: BD_E_DEVICE naming the CUDA error. */
+BD_MUST_CHECK bd_status bd_backend_select(bd_backend_choice choice, const bd_backend_ops **out,
+                                          char *why, size_t why_bytes, bd_error *err);
 const bd_backend_ops *bd_backend_cpu_ops(void);
 
 #endif
