@@ -69,7 +69,7 @@ say "all 14 variants through 8 slots: the least deserving make room"
 for dir in demo/deltas/*/; do
     complete "{\"model\":\"$(basename "$dir")\",\"prompt\":\"A\",\"max_tokens\":1}" >/dev/null
 done
-curl -s "$url/metrics" | grep -E '^bitdelta_delta_(loads_total|evictions_total|resident|pages_)' | head -n 24 || true
+curl -s "$url/metrics" | grep -E '^bitdelta_delta_(loads_total|evictions_total|resident|pages_)' | head -n 24
 
 say "memory"
 full=$(stat -c %s demo/zen-mini/model.safetensors)

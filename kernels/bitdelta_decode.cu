@@ -43,6 +43,7 @@ __device__ __forceinline__ const k_overlay_linear* slot_overlay(const k_decode_a
   return o && o->plane_count > 0 ? o : nullptr;
 }
 
+// One long function: the roles share register budgets and barrier phases, and accumulators cannot leave it without being spilled.
 template <typename T, int NT, int NB, Mode MODE> __global__ void __launch_bounds__(384, 1) decode_kernel(const __grid_constant__ k_decode_args a) {
   extern __shared__ uint8_t smem_raw[];
   const int X_BYTES = NT * 128, STAGE = W_BYTES + X_BYTES;

@@ -173,6 +173,7 @@ template <int TOK, int SPLIT> __device__ __forceinline__ void reduce_partial(flo
   }
 }
 
+// One long function, for the same reason as decode_kernel: roles share register budgets and barrier phases.
 template <typename T, int TOK, bool DELTA, int SPLIT>
 __global__ void __cluster_dims__(Cluster<SPLIT>::SIZE) __launch_bounds__(384, 1) prefill_kernel(const __grid_constant__ k_gemm_args a) {
   typedef Plan<TOK> P;
