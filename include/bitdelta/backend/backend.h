@@ -130,6 +130,10 @@ typedef struct bd_backend_ops {
     bd_status (*head)(bd_backend *backend, const bd_step *step, bd_error *err);
     /* logits -> results */
     bd_status (*sample)(bd_backend *backend, const bd_step *step, bd_error *err);
+    /* Optional, between two operators of a step: nobody wants the rows of overlay `overlay` any
+     * more and its pages must not be read from here on. NULL: they go on with what the pages hold,
+     * which must do no harm beyond these rows. */
+    void (*step_void)(bd_backend *backend, const bd_step *step, uint32_t overlay);
     /* Waits for the step; results[logits_row_count] in order of step->logits_rows. BD_E_DEVICE at
      * the deadline. */
     bd_status (*step_wait)(bd_backend *backend, const bd_step *step, uint64_t deadline_us,

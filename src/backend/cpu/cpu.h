@@ -223,6 +223,7 @@ bd_status bd_cpu_rope_kv_write(bd_backend *backend, const bd_step *step, uint32_
 bd_status bd_cpu_attention(bd_backend *backend, const bd_step *step, uint32_t layer, bd_error *err);
 bd_status bd_cpu_head(bd_backend *backend, const bd_step *step, bd_error *err);
 bd_status bd_cpu_sample(bd_backend *backend, const bd_step *step, bd_error *err);
+void bd_cpu_step_void(bd_backend *backend, const bd_step *step, uint32_t overlay);
 bd_status bd_cpu_step_wait(bd_backend *backend, const bd_step *step, uint64_t deadline_us,
                            bd_token_result *results, bd_error *err);
 bd_status bd_cpu_logits_get(bd_backend *backend, uint32_t index, float *out, bd_error *err);

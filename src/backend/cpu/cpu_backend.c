@@ -335,6 +335,7 @@ static const bd_backend_ops cpu_ops = {
     .attention = bd_cpu_attention,
     .head = bd_cpu_head,
     .sample = bd_cpu_sample,
+    .step_void = bd_cpu_step_void,
     .step_wait = bd_cpu_step_wait,
     .logits_get = bd_cpu_logits_get,
 };

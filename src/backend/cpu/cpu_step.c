@@ -123,6 +123,20 @@ bd_status bd_cpu_step_begin(bd_backend *backend, const bd_step *step, bd_error *
     return BD_OK;
 }
 
+/* Their rows go on as the base's. */
+void bd_cpu_step_void(bd_backend *backend, const bd_step *step, uint32_t overlay) {
+    bd_cpu *cpu = bd_cpu_of(backend);
+    const bd_overlay *gone = step->overlays[overlay];
+    bd_cpu_run *runs = cpu->buffers[BD_CPU_RUNS], *heads = cpu->buffers[BD_CPU_HEAD_RUNS];
+    const bd_overlay **of_row = cpu->buffers[BD_CPU_ROW_OVERLAY];
+    for (uint32_t i = 0; i < cpu->run_count; i++)
+        if (runs[i].overlay == gone) runs[i].overlay = NULL;
+    for (uint32_t i = 0; i < cpu->head_run_count; i++)
+        if (heads[i].overlay == gone) heads[i].overlay = NULL;
+    for (uint32_t r = 0; r < step->row_count; r++)
+        if (of_row[r] == gone) of_row[r] = NULL;
+}
+
 bd_status bd_cpu_step_wait(bd_backend *backend, const bd_step *step, uint64_t deadline_us,
                            bd_token_result *results, bd_error *err) {
     (void)deadline_us; /* operators ran at once */
