@@ -68,6 +68,8 @@ typedef enum bd_split_kind {
     BD_SPLIT_GPT2,   /* ByteLevel's own pattern */
     BD_SPLIT_LLAMA3, /* \p{N}{1,3} */
     BD_SPLIT_QWEN2,  /* \p{N} */
+    BD_SPLIT_DIGIT,  /* Digits: each \p{N} alone, and what lies between */
+    BD_SPLIT_DIGITS, /* Digits: runs of \p{N}, and what lies between */
     BD_SPLIT_PCRE2   /* any other pattern */
 } bd_split_kind;
 
@@ -174,7 +176,7 @@ BD_MUST_CHECK bd_status bd_nfc_append(const uint8_t *text, size_t bytes, bd_strb
 
 /* ---- Splitting ---- */
 
-/* End of the known pattern's match at pos; each of them matches at every position below bytes. */
+/* End of the word that begins at pos by a kind that is not PCRE2; such a kind leaves no gaps. */
 size_t bd_split_end(bd_split_kind kind, const uint8_t *text, size_t bytes, size_t pos);
 /* The kind for a pattern as written in tokenizer.json; BD_SPLIT_PCRE2 when it is not a known one.
  */

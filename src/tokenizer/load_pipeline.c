@@ -104,6 +104,20 @@ static bd_status split_one(bd_load *load, const cJSON *object) {
     return add_split(load, pattern, regex, isolated);
 }
 
+/* A step that needs no pattern compiled. */
+static bd_status add_known_split(bd_load *load, bd_split_kind kind) {
+    bd_tokenizer *t = load->tokenizer;
+    if (t->split_count == BD_STEPS_MAX) return too_many(load, "pre_tokenizer", BD_STEPS_MAX);
+    t->split[t->split_count++] = (bd_split_step){.kind = kind, .keep_gaps = true};
+    return BD_OK;
+}
+
+static bd_status digits_one(bd_load *load, const cJSON *object) {
+    bool alone;
+    bd_status s = bd_load_bool(load, object, "pre_tokenizer", "individual_digits", 0, &alone);
+    return s == BD_OK ? add_known_split(load, alone ? BD_SPLIT_DIGIT : BD_SPLIT_DIGITS) : s;
+}
+
 static bd_status byte_level_one(bd_load *load, const cJSON *object) {
     bd_tokenizer *t = load->tokenizer;
     const char *where = "pre_tokenizer";
@@ -116,10 +130,7 @@ static bd_status byte_level_one(bd_load *load, const cJSON *object) {
                                    "add_prefix_space");
     t->add_prefix_space = prefix;
     t->bpe.byte_level = true;
-    if (!regex) return BD_OK;
-    if (t->split_count == BD_STEPS_MAX) return too_many(load, where, BD_STEPS_MAX);
-    t->split[t->split_count++] = (bd_split_step){.kind = BD_SPLIT_GPT2, .keep_gaps = true};
-    return BD_OK;
+    return regex ? add_known_split(load, BD_SPLIT_GPT2) : BD_OK;
 }
 
 static bd_status pre_tokenizer_one(bd_load *load, const cJSON *object, const char *type) {
@@ -128,6 +139,7 @@ static bd_status pre_tokenizer_one(bd_load *load, const cJSON *object, const cha
         return bd_load_unsupported(load, "pre_tokenizer", "after ByteLevel, type", type);
     if (!strcmp(type, "ByteLevel")) return byte_level_one(load, object);
     if (!strcmp(type, "Split")) return split_one(load, object);
+    if (!strcmp(type, "Digits")) return digits_one(load, object);
     return bd_load_unsupported(load, "pre_tokenizer", "type", type);
 }
 

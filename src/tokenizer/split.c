@@ -112,8 +112,18 @@ static size_t llama3_end(const uint8_t *text, size_t bytes, size_t pos, uint32_t
     return lines_or_spaces_end(text, bytes, pos);
 }
 
+static size_t digits_end(const uint8_t *text, size_t bytes, size_t pos, bool alone) {
+    size_t end = numbers_end(text, bytes, pos, alone ? 1 : UINT32_MAX), step;
+    if (end > pos) return end;
+    while (end < bytes && class_at(text, end, &step) != BD_CLASS_NUMBER)
+        end += step;
+    return end;
+}
+
 size_t bd_split_end(bd_split_kind kind, const uint8_t *text, size_t bytes, size_t pos) {
     if (kind == BD_SPLIT_GPT2) return gpt2_end(text, bytes, pos);
+    if (kind == BD_SPLIT_DIGIT || kind == BD_SPLIT_DIGITS)
+        return digits_end(text, bytes, pos, kind == BD_SPLIT_DIGIT);
     return llama3_end(text, bytes, pos, kind == BD_SPLIT_LLAMA3 ? 3 : 1);
 }
 
