@@ -108,6 +108,13 @@ void bd_cache_destroy(bd_cache *cache) {
     free(cache);
 }
 
+void bd_cache_stream(bd_cache *cache,
+                     bool (*may_start)(void *ctx, const bd_load *load, uint64_t now_us),
+                     void *ctx) {
+    cache->may_start = may_start;
+    cache->may_start_ctx = ctx;
+}
+
 /* ---- registry ---- */
 
 static bool grow_registry(bd_cache *cache) {
@@ -236,7 +243,7 @@ bd_status bd_cache_unload(bd_cache *cache, bd_variant *variant, bd_error *err) {
     variant->failure.status = BD_OK;
     bd_variant_drain(cache, variant, BD_E_VARIANT, "the variant was unloaded while it was loading");
     if (variant->state == BD_VARIANT_ABSENT) return BD_OK;
-    if (variant->load_active)
+    if (variant->load_active && variant->references == 0)
         return bd_fail(err, BD_BUSY, variant->delta.variant, "its load is being stopped");
     return bd_fail(err, BD_BUSY, variant->delta.variant,
                    "%" PRIu32 " requests still use it; it goes when they end", variant->references);

@@ -6,7 +6,9 @@
  *   LOADING --failed--> FAILED --acquire after retry_at--> QUEUED
  *   READY, LOADING --unload, forget--> DRAINING --last lease, load finished--> ABSENT
  *
- * Pages are held from QUEUED on, so two loads can never count on the same victim. */
+ * Pages are held from QUEUED on, so two loads can never count on the same victim. LOADING has
+ * references when leases were given out early; if such a load fails, FAILED keeps pages and overlay
+ * until they are back. */
 #ifndef BITDELTA_SRC_CACHE_INTERNAL_H
 #define BITDELTA_SRC_CACHE_INTERNAL_H
 
@@ -37,7 +39,7 @@ struct bd_variant {
     uint32_t resident_index; /* in cache->residents, READY only */
     uint32_t need_pages, held_pages;
     void **pages;        /* [need_pages as registered] */
-    bd_overlay *overlay; /* READY, DRAINING after READY */
+    bd_overlay *overlay; /* READY, DRAINING after READY, and wherever early leases were given */
     uint32_t references;
     bool forgotten, prefetched;
     bd_waiter_list waiters; /* QUEUED, LOADING */
@@ -65,6 +67,8 @@ typedef struct bd_variant_queue {
 struct bd_cache {
     bd_cache_options options;
     bd_cache_source source;
+    bool (*may_start)(void *ctx, const bd_load *load, uint64_t now_us);
+    void *may_start_ctx;
     bd_pages pages;
     bd_policy policy;
     bd_variant **variants;

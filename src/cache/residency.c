@@ -169,7 +169,8 @@ void bd_variant_drain(bd_cache *cache, bd_variant *variant, bd_status status, co
         variant->state = BD_VARIANT_ABSENT;
         break;
     case BD_VARIANT_LOADING:
-        atomic_store(&variant->load.cancel, true);
+        /* Those who have begun with it already may end. */
+        if (variant->references == 0) atomic_store(&variant->load.cancel, true);
         variant->state = BD_VARIANT_DRAINING;
         break;
     case BD_VARIANT_READY:
@@ -182,7 +183,7 @@ void bd_variant_drain(bd_cache *cache, bd_variant *variant, bd_status status, co
         variant->state = BD_VARIANT_DRAINING;
         break;
     case BD_VARIANT_FAILED:
-        variant->state = BD_VARIANT_ABSENT;
+        variant->state = variant->references ? BD_VARIANT_DRAINING : BD_VARIANT_ABSENT;
         break;
     case BD_VARIANT_ABSENT:
     case BD_VARIANT_DRAINING:
@@ -191,11 +192,24 @@ void bd_variant_drain(bd_cache *cache, bd_variant *variant, bd_status status, co
     bd_cache_show_metrics(cache);
 }
 
+/* What a failed load kept for the steps that read it. */
+static void drop_failed(bd_cache *cache, bd_variant *variant) {
+    if (variant->overlay) cache->source.overlay_destroy(variant->overlay);
+    variant->overlay = NULL;
+    give_pages(cache, variant, 0);
+    bd_cache_show_metrics(cache);
+}
+
 static void drop_reference(bd_cache *cache, bd_variant *variant) {
     BD_ASSERT(variant->references > 0);
     if (--variant->references > 0) return;
     cache->changed = true; /* a victim more, for those who were told BD_BUSY */
+    if (variant->state == BD_VARIANT_FAILED) drop_failed(cache, variant);
     if (variant->state != BD_VARIANT_DRAINING) return;
+    if (variant->load_active) { /* its end is the variant's */
+        atomic_store(&variant->load.cancel, true);
+        return;
+    }
     retire(cache, variant);
     bd_variant_collect(cache, variant);
 }
@@ -253,7 +267,7 @@ static void fail_load(bd_cache *cache, bd_variant *variant, bd_status status, co
     variant->retry_at_us = now_us + delay_us;
     variant->state = BD_VARIANT_FAILED;
     variant->prefetched = false;
-    give_pages(cache, variant, 0);
+    if (variant->references == 0) drop_failed(cache, variant);
     deliver_later(cache, variant, false, status, &variant->failure);
     count_load(cache, variant, "failed");
     log_failure(variant, delay_us);
@@ -265,7 +279,11 @@ static void start_loads(bd_cache *cache, uint64_t now_us) {
         bd_variant *variant = cache->queued.first;
         queue_remove(cache, variant);
         variant->load = (bd_load){
-            .delta = &variant->delta, .pages = variant->pages, .page_count = variant->held_pages};
+            .delta = &variant->delta,
+            .pages = variant->pages,
+            .page_count = variant->held_pages,
+            .stream = cache->may_start != NULL,
+        };
         variant->state = BD_VARIANT_LOADING;
         bd_error error = {0};
         bd_status status = cache->source.submit(cache->source.ctx, &variant->load, &error);
@@ -297,6 +315,9 @@ bd_status bd_variant_want(bd_cache *cache, bd_variant *variant, uint64_t now_us,
         return bd_fail(err, BD_BUSY, variant->delta.variant, "the variant is being unloaded");
     case BD_VARIANT_FAILED:
         if (now_us < variant->retry_at_us) return report_failure(variant, err);
+        if (variant->references > 0)
+            return bd_fail(err, BD_BUSY, variant->delta.variant,
+                           "requests that began with the failed load are still ending");
         break;
     case BD_VARIANT_ABSENT:
         break;
@@ -318,7 +339,30 @@ bd_status bd_variant_want(bd_cache *cache, bd_variant *variant, uint64_t now_us,
 /* ---- leases ---- */
 
 static bd_lease lease_of(bd_variant *variant) {
-    return (bd_lease){.variant = variant, .overlay = variant->overlay};
+    const bool loading = variant->state == BD_VARIANT_LOADING;
+    return (bd_lease){
+        .variant = variant, .overlay = variant->overlay, .load = loading ? &variant->load : NULL};
+}
+
+/* Whether a lease may be given out while the variant loads; the overlay is there then. */
+static bool may_lease_early(const bd_cache *cache, bd_variant *variant, uint64_t now_us) {
+    if (variant->state != BD_VARIANT_LOADING || !cache->may_start) return false;
+    if (variant->overlay) return true;
+    const bd_load *load = &variant->load;
+    const bd_load_early *early = atomic_load_explicit(&load->early, memory_order_acquire);
+    /* A finished one is ready, or failed, in a moment. */
+    if (!early || bd_load_finished(load)) return false;
+    if (!cache->may_start(cache->may_start_ctx, load, now_us)) return false;
+    variant->overlay = early->overlay;
+    return true;
+}
+
+static void lease_early(bd_cache *cache, uint64_t now_us) {
+    for (bd_variant *v = cache->active; v; v = v->next_active) {
+        if (!v->waiters.first || !may_lease_early(cache, v, now_us)) continue;
+        v->references += v->waiters.count;
+        deliver_later(cache, v, true, BD_OK, NULL);
+    }
 }
 
 bd_status bd_cache_acquire(bd_cache *cache, bd_variant *variant, uint64_t now_us, bd_lease *lease,
@@ -327,7 +371,7 @@ bd_status bd_cache_acquire(bd_cache *cache, bd_variant *variant, uint64_t now_us
     bd_status status = bd_variant_want(cache, variant, now_us, err);
     if (status != BD_OK) return status;
     variant->last_use_us = now_us;
-    if (variant->state == BD_VARIANT_READY) {
+    if (variant->state == BD_VARIANT_READY || may_lease_early(cache, variant, now_us)) {
         variant->references++;
         *lease = lease_of(variant);
         return BD_OK;
@@ -372,7 +416,6 @@ void bd_cache_release(bd_cache *cache, bd_lease *lease, uint64_t now_us) {
 
 static void become_ready(bd_cache *cache, bd_variant *variant) {
     bd_load *load = &variant->load;
-    variant->overlay = load->overlay;
     BD_ASSERT(load->pages_used <= variant->held_pages);
     if (load->pages_used > 0 && load->pages_used < variant->held_pages)
         give_pages(cache, variant, load->pages_used);
@@ -393,11 +436,22 @@ static void become_ready(bd_cache *cache, bd_variant *variant) {
     bd_cache_show_metrics(cache);
 }
 
+/* The overlay that the load leaves behind, if any; what was shared while it ran ends here. */
+static bd_overlay *take_overlay(bd_load *load) {
+    bd_load_early *early = atomic_load(&load->early);
+    bd_overlay *overlay = load->status == BD_OK ? load->overlay : NULL;
+    if (early) overlay = early->overlay;
+    atomic_store(&load->early, NULL);
+    free(early);
+    return overlay;
+}
+
 static void load_finished(bd_cache *cache, bd_variant *variant, uint64_t now_us) {
     variant->load_active = false;
     cache->active_count--;
     cache->changed = true;
-    const bd_load *load = &variant->load;
+    bd_load *load = &variant->load;
+    variant->overlay = take_overlay(load);
     if (variant->state == BD_VARIANT_LOADING) {
         if (load->status == BD_OK)
             become_ready(cache, variant);
@@ -406,8 +460,8 @@ static void load_finished(bd_cache *cache, bd_variant *variant, uint64_t now_us)
         return;
     }
     BD_ASSERT(variant->state == BD_VARIANT_DRAINING);
-    variant->overlay = load->status == BD_OK ? load->overlay : NULL;
     count_load(cache, variant, "cancelled");
+    if (variant->references > 0) return;
     retire(cache, variant);
     bd_variant_collect(cache, variant);
 }
@@ -462,6 +516,7 @@ bool bd_cache_poll(bd_cache *cache, uint64_t now_us) {
     deliver(cache);
     finish_loads(cache, now_us);
     start_loads(cache, now_us);
+    lease_early(cache, now_us);
     deliver(cache);
     bool changed = cache->changed;
     cache->changed = false;
@@ -476,7 +531,9 @@ void bd_cache_stop_loads(bd_cache *cache) {
             const struct timespec pause = {.tv_nsec = 200000};
             nanosleep(&pause, NULL);
         }
-        if (v->load.status == BD_OK) cache->source.overlay_destroy(v->load.overlay);
+        bd_overlay *overlay = take_overlay(&v->load);
+        if (overlay) cache->source.overlay_destroy(overlay);
+        v->overlay = NULL;
     }
     cache->active = NULL;
     cache->active_count = 0;

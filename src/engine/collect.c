@@ -69,6 +69,7 @@ void bd_engine_collect(bd_engine *engine, bd_step_buffer *buffer, bd_status stat
     BD_ASSERT(!buffer->pending);
     buffer->pending = true;
     set_fault(buffer, status, err);
+    if (status == BD_OK) bd_gate_learn(engine, buffer);
     for (uint32_t i = 0; i < buffer->step.seq_count; i++) {
         bd_sequence *sequence = buffer->sequences[i];
         uint32_t rows = sequence->scheduled;
@@ -76,6 +77,10 @@ void bd_engine_collect(bd_engine *engine, bd_step_buffer *buffer, bd_status stat
         if (sequence->ended) { /* while the step ran: nobody wants these rows */
             buffer->sequences[i] = NULL;
             bd_sequence_settle(engine, sequence);
+            continue;
+        }
+        if (status == BD_OK && bd_gate_voided(buffer, i)) {
+            buffer->sequences[i] = NULL; /* as if it had not been in the step */
             continue;
         }
         sequence->undelivered = true;

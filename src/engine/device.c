@@ -2,16 +2,40 @@
  * executor's two functions. */
 #include "internal.h"
 
-static bd_status model_forward(void *ctx, const bd_step *step, bd_error *err) {
+typedef struct gated_step {
+    bd_model *model;
+    const bd_step *step;
+    bd_stream_gate *gate;
+} gated_step;
+
+static void void_overlay(void *ctx, uint32_t overlay) {
+    const gated_step *gated = ctx;
+    const bd_backend_ops *ops = bd_model_ops(gated->model);
+    if (ops->step_void) ops->step_void(bd_model_backend(gated->model), gated->step, overlay);
+}
+
+static bd_status pass_layer(void *ctx, uint32_t index, bd_error *err) {
+    gated_step *gated = ctx;
+    (void)err; /* what is late or lost costs its own rows, not the step */
+    bd_stream_gate_pass(gated->gate, index, void_overlay, gated);
+    return BD_OK;
+}
+
+static bd_status model_forward(void *ctx, const bd_step *step, bd_stream_gate *gate,
+                               bd_error *err) {
     bd_model *model = ctx;
-    /* No gate: a lease is given out only when every layer of the variant is ready. */
-    return bd_model_forward(model, step, NULL, NULL, err);
+    gated_step gated = {model, step, gate};
+    return bd_model_forward(model, step, gate ? pass_layer : NULL, &gated, err);
 }
 
 static bd_status model_wait(void *ctx, const bd_step *step, uint64_t deadline_us,
                             bd_token_result *results, bd_error *err) {
     bd_model *model = ctx;
     return bd_model_ops(model)->step_wait(bd_model_backend(model), step, deadline_us, results, err);
+}
+
+static void stop_streaming(bd_cache *cache) {
+    bd_cache_stream(cache, NULL, NULL);
 }
 
 bd_status bd_engine_create(const bd_engine_options *options, bd_engine **out, bd_error *err) {
@@ -24,6 +48,11 @@ bd_status bd_engine_create(const bd_engine_options *options, bd_engine **out, bd
         .kv_block_count = bd_model_kv_block_count(options->model),
         .kv_block_tokens = bd_model_kv_block_tokens(options->model),
         .max_model_len = bd_model_max_len(options->model),
+        .layers = bd_model_config_of(options->model)->layers,
     };
-    return bd_engine_create_on(options, &device, out, err);
+    bd_status status = bd_engine_create_on(options, &device, out, err);
+    if (status != BD_OK || !options->cache) return status;
+    bd_cache_stream(options->cache, bd_engine_may_stream, *out);
+    (*out)->detach = stop_streaming;
+    return BD_OK;
 }

@@ -20,7 +20,10 @@ static void buffer_deinit(bd_step_buffer *buffer) {
     free(buffer->overlays);
     free(buffer->logits_rows);
     free(buffer->sequences);
+    free(buffer->overlay_of_seq);
     free(buffer->logits_first);
+    free(buffer->gate.loads);
+    free(buffer->gate.voided);
     free(buffer->results);
 }
 
@@ -36,11 +39,15 @@ static bool buffer_init(const bd_engine *engine, bd_step_buffer *buffer) {
     buffer->overlays = calloc(segments, sizeof *buffer->overlays);
     buffer->logits_rows = calloc(logits, sizeof *buffer->logits_rows);
     buffer->sequences = calloc(seqs, sizeof *buffer->sequences);
+    buffer->overlay_of_seq = calloc(seqs, sizeof *buffer->overlay_of_seq);
     buffer->logits_first = calloc(seqs + 1, sizeof *buffer->logits_first);
+    buffer->gate.loads = calloc(segments, sizeof *buffer->gate.loads);
+    buffer->gate.voided = calloc(segments, sizeof *buffer->gate.voided);
     buffer->results = calloc(logits, sizeof *buffer->results);
     return buffer->tokens && buffer->positions && buffer->seq_of_row && buffer->seqs &&
            buffer->segments && buffer->overlays && buffer->logits_rows && buffer->sequences &&
-           buffer->logits_first && buffer->results;
+           buffer->overlay_of_seq && buffer->logits_first && buffer->gate.loads &&
+           buffer->gate.voided && buffer->results;
 }
 
 static void engine_free(bd_engine *engine) {
@@ -67,6 +74,12 @@ static void register_metrics(bd_engine *engine) {
     engine->metrics.preemptions =
         bd_metrics_counter(metrics, "vllm:num_preemptions_total",
                            "Sequences that gave up their KV to others.", &label, 1);
+    engine->metrics.streamed =
+        bd_metrics_counter(metrics, "bitdelta_streamed_steps_total",
+                           "Steps that ran over a variant while it was still loading.", NULL, 0);
+    engine->metrics.voided = bd_metrics_counter(
+        metrics, "bitdelta_streamed_voids_total",
+        "Variants of such steps whose layers came too late or not at all.", NULL, 0);
     if (!engine->options.prefix_cache) return;
     engine->metrics.prefix_queries =
         bd_metrics_counter(metrics, "vllm:prefix_cache_queries_total",
@@ -136,6 +149,7 @@ bd_status bd_engine_create_on(const bd_engine_options *options, const bd_engine_
     engine->group_count = 2 * engine->cap; /* those that end while a step runs included */
     engine->block_tokens = device->kv_block_tokens;
     engine->max_model_len = device->max_model_len;
+    engine->layers = device->layers;
     status = make_parts(engine, device, err);
     if (status != BD_OK) {
         engine_free(engine);
@@ -209,8 +223,8 @@ static bool launch(bd_engine *engine) {
     engine->in_flight = buffer;
     /* Twice, since the launch itself may wait for the device. */
     engine->give_up_us = later(now_us, engine->options.step_deadline_us, 2);
-    bd_executor_submit(engine->executor, &buffer->step, buffer->results,
-                       later(now_us, engine->options.step_deadline_us, 1));
+    bd_executor_submit(engine->executor, &buffer->step, buffer->gated ? &buffer->gate : NULL,
+                       buffer->results, later(now_us, engine->options.step_deadline_us, 1));
     return true;
 }
 
@@ -225,6 +239,12 @@ static void publish_stats(bd_engine *engine) {
     bd_metric_set(engine->metrics.kv_usage, (double)used / total);
 }
 
+static bool loads_remain(const bd_engine *engine) {
+    for (uint32_t i = 0; i < engine->group_count; i++)
+        if (engine->groups[i].members > 0 && engine->groups[i].load) return true;
+    return false;
+}
+
 /* One turn; false: nothing happened after which there might be more to do. */
 static bool turn(bd_engine *engine) {
     run_calls(engine);
@@ -233,9 +253,11 @@ static bool turn(bd_engine *engine) {
     bool collected = collect_finished(engine, &finished);
     uint64_t now_us = bd_now_us();
     check_hang(engine, now_us);
+    engine->stream_wake_us = UINT64_MAX;
     bool cache_changed = engine->options.cache && bd_cache_poll(engine->options.cache, now_us);
     if (engine->options.hooks.before_step && !engine->closed)
         engine->options.hooks.before_step(engine->options.hooks.ctx, now_us, cache_changed);
+    bd_engine_settle_loads(engine);
     bool launched = launch(engine);
     if (collected) bd_engine_deliver(engine, finished);
     /* Those that ended may have been all that was added, with more in the queues behind them. */
@@ -243,8 +265,10 @@ static bool turn(bd_engine *engine) {
     publish_stats(engine);
     /* Collected: what was chosen next may have given way without a step. */
     if (collected || launched || reaped) return true;
-    /* Asleep with sequences and no step to wake the loop, they would stay for ever. */
-    BD_ASSERT(engine->in_flight || engine->running.count + engine->waiting.count == 0);
+    /* Asleep with sequences and neither a step nor a load to wake the loop, they would stay for
+     * ever. */
+    BD_ASSERT(engine->in_flight || engine->running.count + engine->waiting.count == 0 ||
+              engine->stream_wake_us != UINT64_MAX || loads_remain(engine));
     return false;
 }
 
@@ -252,6 +276,8 @@ static void wait_for_work(bd_engine *engine) {
     uint64_t now_us = bd_now_us(), wake_us = UINT64_MAX;
     if (engine->options.hooks.next_wake_us && !engine->closed)
         wake_us = engine->options.hooks.next_wake_us(engine->options.hooks.ctx, now_us);
+    if (!engine->in_flight && !engine->closed && engine->stream_wake_us < wake_us)
+        wake_us = engine->stream_wake_us;
     if (engine->in_flight && !engine->stuck && engine->give_up_us < wake_us)
         wake_us = engine->give_up_us;
     uint64_t timeout_us = wake_us == UINT64_MAX ? UINT64_MAX : 0;
@@ -348,6 +374,7 @@ void bd_engine_destroy(bd_engine *engine) {
     bd_engine_stop(engine);
     if (engine->stuck) return; /* the thread left behind still reads the step */
     BD_ASSERT(engine->over_count == 0);
+    if (engine->detach) engine->detach(engine->options.cache);
     engine_free(engine);
 }
 

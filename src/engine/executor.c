@@ -24,6 +24,7 @@ struct bd_executor {
     _Atomic uint32_t
         state; /* IDLE, OVER: bd-sched owns the fields below; BUSY: the executor does */
     const bd_step *step;
+    bd_stream_gate *gate;
     bd_token_result *results;
     uint64_t deadline_us;
     bd_status status;
@@ -32,7 +33,8 @@ struct bd_executor {
 
 static void run_step(bd_executor *executor) {
     bd_error_clear(&executor->error);
-    bd_status status = executor->ops.forward(executor->ctx, executor->step, &executor->error);
+    bd_status status =
+        executor->ops.forward(executor->ctx, executor->step, executor->gate, &executor->error);
     if (status == BD_OK)
         status = executor->ops.wait(executor->ctx, executor->step, executor->deadline_us,
                                     executor->results, &executor->error);
@@ -111,10 +113,11 @@ void bd_executor_destroy(bd_executor *executor) {
     free(executor);
 }
 
-void bd_executor_submit(bd_executor *executor, const bd_step *step, bd_token_result *results,
-                        uint64_t deadline_us) {
+void bd_executor_submit(bd_executor *executor, const bd_step *step, bd_stream_gate *gate,
+                        bd_token_result *results, uint64_t deadline_us) {
     BD_ASSERT(atomic_load_explicit(&executor->state, memory_order_relaxed) == EXECUTOR_IDLE);
     executor->step = step;
+    executor->gate = gate;
     executor->results = results;
     executor->deadline_us = deadline_us;
     atomic_store_explicit(&executor->state, EXECUTOR_BUSY, memory_order_release);

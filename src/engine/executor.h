@@ -6,10 +6,11 @@
 
 #include "bitdelta/backend/step.h"
 #include "bitdelta/base/status.h"
+#include "stream.h"
 
 typedef struct bd_executor_ops {
-    /* Launches the whole step. */
-    bd_status (*forward)(void *ctx, const bd_step *step, bd_error *err);
+    /* Launches the whole step. gate: NULL unless some overlay of it still loads. */
+    bd_status (*forward)(void *ctx, const bd_step *step, bd_stream_gate *gate, bd_error *err);
     /* Its results, in order of step->logits_rows. deadline_us: CLOCK_MONOTONIC, UINT64_MAX for
      * none; BD_E_DEVICE when it passes or the device fails. Any other error voids the step alone.
      */
@@ -29,9 +30,9 @@ BD_MUST_CHECK bd_status bd_executor_start(bd_executor *executor, bd_error *err);
 BD_MUST_CHECK bool bd_executor_stop(bd_executor *executor, uint64_t timeout_us);
 void bd_executor_destroy(bd_executor *executor); /* after a successful stop, or never started */
 
-/* One step at a time; step and results stay untouched until take says it is over. */
-void bd_executor_submit(bd_executor *executor, const bd_step *step, bd_token_result *results,
-                        uint64_t deadline_us);
+/* One step at a time; step, gate and results stay untouched until take says it is over. */
+void bd_executor_submit(bd_executor *executor, const bd_step *step, bd_stream_gate *gate,
+                        bd_token_result *results, uint64_t deadline_us);
 /* true once per step: it is over with *status (and *err). */
 BD_MUST_CHECK bool bd_executor_take(bd_executor *executor, bd_status *status, bd_error *err);
 

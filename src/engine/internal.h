@@ -15,6 +15,7 @@
 #include "edits.h"
 #include "executor.h"
 #include "kv.h"
+#include "stream.h"
 
 #define BD_GROUP_BASE UINT32_MAX
 
@@ -23,6 +24,7 @@ typedef struct bd_engine_device {
     const bd_executor_ops *ops;
     void *ctx;
     uint32_t kv_block_count, kv_block_tokens, max_model_len;
+    uint32_t layers; /* for steps over loading variants */
 } bd_engine_device;
 
 BD_MUST_CHECK bd_status bd_engine_create_on(const bd_engine_options *options,
@@ -76,6 +78,8 @@ typedef struct bd_sequence_list {
 /* Sequences of one variant; the base has none. */
 typedef struct bd_engine_group {
     const bd_overlay *overlay;
+    const bd_load *load; /* not known to be complete; NULL: complete */
+    bool whole;          /* was late once: waits for the whole load now */
     uint32_t members;
     uint64_t served_step; /* when it last had rows */
     bool wanted, chosen;
@@ -95,7 +99,10 @@ typedef struct bd_step_buffer {
     const bd_overlay **overlays;
     bd_logits_row *logits_rows;
     bd_sequence **sequences; /* [seq_count]; NULL once there is nothing to deliver */
+    int32_t *overlay_of_seq; /* [seq_count]; -1: the base */
     uint32_t *logits_first;  /* [seq_count + 1] */
+    bd_stream_gate gate;     /* loads and voided: [overlay_count] */
+    bool gated;
     bd_token_result *results;
     bd_error fault; /* of the whole step */
     bool pending;   /* collected, not delivered */
@@ -103,6 +110,7 @@ typedef struct bd_step_buffer {
 
 typedef struct bd_engine_metrics {
     bd_metric *running, *kv_usage, *preemptions, *prefix_queries, *prefix_hits;
+    bd_metric *streamed, *voided;
 } bd_engine_metrics;
 
 struct bd_engine {
@@ -130,7 +138,11 @@ struct bd_engine {
     bd_step_buffer buffers[2];
     uint32_t next_buffer;
     bd_step_buffer *in_flight;
-    uint64_t give_up_us; /* the executor itself counts as hung */
+    void (*detach)(bd_cache *cache); /* the cache asks no more; NULL: it never did */
+    bd_step_times times;
+    uint32_t layers;
+    uint64_t stream_wake_us; /* when a loading variant may start, as of this turn */
+    uint64_t give_up_us;     /* the executor itself counts as hung */
     bool closed;
     bd_error closed_error;
 
@@ -167,6 +179,22 @@ void bd_sequence_settle(bd_engine *engine,
 void bd_engine_admit(bd_engine *engine);
 /* NULL: nothing to run, or the chosen gave up their KV to variants left out, whose turn is next. */
 bd_step_buffer *bd_engine_build(bd_engine *engine);
+
+/* loading.c: variants that still load */
+/* For bd_cache_stream: whether sequences of this load are worth having here already. */
+bool bd_engine_may_stream(void *ctx, const bd_load *load, uint64_t now_us);
+/* Takes note of loads that ended. Sequences of failed ones end with the load's error, but for those
+ * not delivered yet: theirs is the next call. */
+void bd_engine_settle_loads(bd_engine *engine);
+/* A step of `rows` rows, with others or not, may have this group's rows now. */
+bool bd_group_may_run(bd_engine *engine, const bd_engine_group *group, uint32_t rows, bool company,
+                      uint64_t now_us);
+/* The guard of a step just built, if it needs one. */
+void bd_gate_init(bd_engine *engine, bd_step_buffer *buffer);
+/* The gate had no rows of this sequence: they are to be computed again. */
+bool bd_gate_voided(const bd_step_buffer *buffer, uint32_t seq_index);
+/* After a step: what it tells of step times and of loads that were late. */
+void bd_gate_learn(bd_engine *engine, const bd_step_buffer *buffer);
 
 /* collect.c */
 void bd_engine_collect(bd_engine *engine, bd_step_buffer *buffer, bd_status status,

@@ -3,6 +3,7 @@
  * block may be moved. */
 #include <string.h>
 
+#include "bitdelta/base/clock.h"
 #include "internal.h"
 
 /* The overlay a sequence's next rows go through: without decode_delta the base continues after the
@@ -39,15 +40,40 @@ void bd_engine_admit(bd_engine *engine) {
 
 /* ---- Variants of the step ---- */
 
-/* At most variants_per_step_max of those with work, the longest unserved first: a rotation. */
-static void choose_groups(bd_engine *engine) {
+static uint32_t smaller(uint32_t a, uint32_t b) {
+    return a < b ? a : b;
+}
+
+/* Marks groups with work; those still loading only if the step can be expected to find their
+ * layers. */
+static void want_groups(bd_engine *engine) {
+    uint32_t rows = 0;
+    bool company = false, loading = false;
     for (uint32_t i = 0; i < engine->group_count; i++)
         engine->groups[i].wanted = engine->groups[i].chosen = false;
     for (const bd_sequence *s = engine->running.first; s; s = s->next) {
         if (!runnable(s)) continue;
         uint32_t group = group_now(engine, s);
+        uint32_t chunk = smaller(rows_wanted(s), engine->options.prefill_chunk_tokens);
+        rows = smaller(rows + smaller(chunk, engine->options.rows_max), engine->options.rows_max);
+        bool loads = group != BD_GROUP_BASE && engine->groups[group].load;
+        if (loads)
+            loading = true;
+        else
+            company = true;
         if (group != BD_GROUP_BASE) engine->groups[group].wanted = true;
     }
+    if (!loading) return;
+    uint64_t now_us = bd_now_us();
+    for (uint32_t i = 0; i < engine->group_count; i++) {
+        bd_engine_group *group = &engine->groups[i];
+        if (group->wanted) group->wanted = bd_group_may_run(engine, group, rows, company, now_us);
+    }
+}
+
+/* At most variants_per_step_max of those with work, the longest unserved first: a rotation. */
+static void choose_groups(bd_engine *engine) {
+    want_groups(engine);
     for (uint32_t n = 0; n < engine->options.variants_per_step_max; n++) {
         bd_engine_group *best = NULL;
         for (uint32_t i = 0; i < engine->group_count; i++) {
@@ -171,11 +197,12 @@ static void add_logits_rows(bd_step_buffer *buffer, const bd_sequence *sequence,
     }
 }
 
-static void add_sequence(bd_step_buffer *buffer, const bd_pick *pick) {
+static void add_sequence(bd_step_buffer *buffer, const bd_pick *pick, int32_t overlay) {
     bd_step *step = &buffer->step;
     bd_sequence *sequence = pick->sequence;
     uint32_t seq_index = step->seq_count++;
     buffer->sequences[seq_index] = sequence;
+    buffer->overlay_of_seq[seq_index] = overlay;
     buffer->seqs[seq_index] = (bd_seq){
         .first_row = step->row_count,
         .row_count = pick->rows,
@@ -201,13 +228,13 @@ static void add_segment(bd_engine *engine, bd_step_buffer *buffer, uint32_t grou
                         uint32_t pick_count) {
     bd_step *step = &buffer->step;
     uint32_t first_row = step->row_count;
+    int32_t overlay = group == BD_GROUP_BASE ? -1 : (int32_t)step->overlay_count;
     for (uint32_t i = 0; i < pick_count; i++)
-        if (engine->picks[i].group == group) add_sequence(buffer, &engine->picks[i]);
+        if (engine->picks[i].group == group) add_sequence(buffer, &engine->picks[i], overlay);
     if (step->row_count == first_row) return;
     bd_segment *segment = &buffer->segments[step->segment_count++];
-    *segment = (bd_segment){-1, first_row, step->row_count - first_row};
+    *segment = (bd_segment){overlay, first_row, step->row_count - first_row};
     if (group == BD_GROUP_BASE) return;
-    segment->overlay = (int32_t)step->overlay_count;
     buffer->overlays[step->overlay_count++] = engine->groups[group].overlay;
     engine->groups[group].served_step = step->id;
 }
@@ -238,5 +265,6 @@ bd_step_buffer *bd_engine_build(bd_engine *engine) {
         if (engine->groups[g].chosen) add_segment(engine, buffer, g, pick_count);
     buffer->logits_first[step->seq_count] = step->logits_row_count;
     BD_ASSERT(step->seq_count == pick_count);
+    bd_gate_init(engine, buffer);
     return buffer;
 }

@@ -56,7 +56,8 @@ uint32_t bd_blocks_for(const bd_engine *engine, uint32_t tokens) {
 
 /* ---- Groups ---- */
 
-static uint32_t group_join(bd_engine *engine, const bd_overlay *overlay) {
+static uint32_t group_join(bd_engine *engine, const bd_lease *lease) {
+    const bd_overlay *overlay = lease->overlay;
     if (!overlay) return BD_GROUP_BASE;
     uint32_t unused = BD_GROUP_BASE;
     for (uint32_t i = 0; i < engine->group_count; i++) {
@@ -71,6 +72,7 @@ static uint32_t group_join(bd_engine *engine, const bd_overlay *overlay) {
     /* As if just served: a variant that comes and goes does not overtake those that wait. */
     engine->groups[unused] = (bd_engine_group){
         .overlay = overlay,
+        .load = lease->load,
         .members = 1,
         .served_step = atomic_load_explicit(&engine->stat_steps, memory_order_relaxed),
     };
@@ -269,7 +271,7 @@ static bd_sequence *create(bd_engine *engine, const bd_sequence_options *options
         return NULL;
     }
     sequence->identity = identity_of(engine, options);
-    sequence->group = group_join(engine, options->lease.overlay);
+    sequence->group = group_join(engine, &options->lease);
     engine->arrivals++;
     return sequence;
 }

@@ -50,6 +50,52 @@ static bool has_usable_chunks(const bd_load_job *job, uint32_t file_index) {
     return chunk_bytes > 0 && chunk_bytes <= job->block_bytes;
 }
 
+/* Bytes of a file that are checked and fed together. */
+static uint64_t stride_bytes(const bd_load_job *job, uint32_t file_index) {
+    uint64_t unit = job->load->delta->files[file_index].chunk_bytes;
+    if (job->files[file_index].no_chunk_sums) unit = BD_IO_ALIGN_BYTES;
+    return job->block_bytes / unit * unit;
+}
+
+/* When each ready index is complete, counted in bytes fed: at the end of its last block. */
+static void fill_ends(const bd_load_job *job, bd_load_early *early) {
+    const bd_overlay_plan *plan = &job->plan;
+    uint64_t before = 0; /* bytes of the files already passed */
+    uint32_t file = 0;
+    for (uint32_t i = 0; i < plan->piece_count; i++) {
+        const bd_overlay_piece *piece = &plan->pieces[i];
+        for (; file < piece->file_index; file++)
+            if (job->used[file]) before += job->files[file].bytes;
+        uint64_t stride = stride_bytes(job, file), end = piece->offset_bytes + piece->bytes;
+        end += (stride - end % stride) % stride;
+        if (end > job->files[file].bytes) end = job->files[file].bytes;
+        if (before + end > early->end_bytes[piece->ready_index])
+            early->end_bytes[piece->ready_index] = before + end;
+    }
+    for (uint32_t i = 1; i < early->count; i++)
+        if (early->end_bytes[i] < early->end_bytes[i - 1])
+            early->end_bytes[i] = early->end_bytes[i - 1];
+}
+
+/* Without it the load is one that starts nothing early, no worse. */
+static void publish_early(bd_load_job *job) {
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < job->load->delta->shard_count; i++) {
+        if (!job->used[i]) continue;
+        if (job->files[i].no_chunk_sums) return;
+        bytes += job->files[i].bytes;
+    }
+    const uint32_t count = job->plan.ready_count;
+    bd_load_early *early = calloc(1, sizeof *early + count * sizeof early->end_bytes[0]);
+    if (!early) return;
+    early->overlay = job->overlay;
+    early->bytes = bytes;
+    early->count = count;
+    fill_ends(job, early);
+    job->overlay_shared = true;
+    atomic_store_explicit(&job->load->early, early, memory_order_release);
+}
+
 static bd_status begin(bd_load_job *job, bd_error *err) {
     const bd_delta *delta = job->load->delta;
     bd_status status = make_plan(job, err);
@@ -58,6 +104,7 @@ static bd_status begin(bd_load_job *job, bd_error *err) {
         status = bd_shard_file_open(&job->files[i], delta->dir, &delta->files[i], err);
         job->files[i].no_chunk_sums = !has_usable_chunks(job, i);
     }
+    if (status == BD_OK && job->load->stream) publish_early(job);
     return status;
 }
 
@@ -141,9 +188,7 @@ static bool more_to_send(bd_load_job *job) {
 bool bd_load_job_next(bd_load_job *job, bd_block *block) {
     if (job->status != BD_OK || !more_to_send(job) || !verified(job)) return false;
     bd_shard_file *file = &job->files[job->send_file];
-    uint64_t unit = job->load->delta->files[job->send_file].chunk_bytes;
-    if (file->no_chunk_sums) unit = BD_IO_ALIGN_BYTES;
-    uint64_t bytes = job->block_bytes / unit * unit;
+    uint64_t bytes = stride_bytes(job, job->send_file);
     if (bytes > file->bytes - job->send_from) bytes = file->bytes - job->send_from;
     bd_span_begin(&block->span, file, job->send_from, bytes);
     block->job = job;
@@ -245,7 +290,7 @@ void bd_load_job_end(bd_load_job *job) {
     if (job->feed) source->feed_destroy(job->feed);
     if (job->status == BD_OK) {
         load->overlay = job->overlay;
-    } else if (job->overlay) {
+    } else if (job->overlay && !job->overlay_shared) {
         source->overlay_destroy(job->overlay);
     }
     for (uint32_t i = 0; i < load->delta->shard_count; i++)

@@ -30,6 +30,7 @@ struct bd_load_job {
     bool has_plan;
     bd_overlay_plan plan;
     bd_overlay *overlay;
+    bool overlay_shared; /* the submitter has it since the start, and keeps it */
     bd_overlay_feed *feed;
     bd_shard_file *files; /* [delta->shard_count]; those without pieces stay closed */
     bool *used;           /* [delta->shard_count] */

@@ -27,6 +27,8 @@ typedef struct bd_loader_source {
     void *read_ctx;
 } bd_loader_source;
 
+/* The real one, for a model. */
+bd_loader_source bd_loader_source_of(bd_model *model);
 BD_MUST_CHECK bd_status bd_loader_create_with(const bd_loader_options *options,
                                               const bd_loader_source *source, bd_loader **out,
                                               bd_error *err);

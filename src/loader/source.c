@@ -17,9 +17,9 @@ static bd_status feed_create(void *ctx, const bd_overlay_plan *plan, void *const
     return bd_overlay_feed_create(ctx, plan, pages, out, err);
 }
 
-bd_status bd_loader_create(const bd_loader_options *options, bd_loader **out, bd_error *err) {
-    const bd_loader_source source = {
-        .ctx = options->model,
+bd_loader_source bd_loader_source_of(bd_model *model) {
+    return (bd_loader_source){
+        .ctx = model,
         .plan_create = plan_create,
         .plan_destroy = bd_overlay_plan_destroy,
         .overlay_create = overlay_create,
@@ -31,5 +31,9 @@ bd_status bd_loader_create(const bd_loader_options *options, bd_loader **out, bd
         .check_chunk = bd_delta_check_chunk,
         .verify_file = bd_delta_verify_shard,
     };
+}
+
+bd_status bd_loader_create(const bd_loader_options *options, bd_loader **out, bd_error *err) {
+    const bd_loader_source source = bd_loader_source_of(options->model);
     return bd_loader_create_with(options, &source, out, err);
 }

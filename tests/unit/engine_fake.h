@@ -280,8 +280,10 @@ static inline void fake_sleep_us(uint64_t us) {
     nanosleep(&span, NULL);
 }
 
-static inline bd_status fake_forward(void *ctx, const bd_step *step, bd_error *err) {
+static inline bd_status fake_forward(void *ctx, const bd_step *step, bd_stream_gate *gate,
+                                     bd_error *err) {
     fake_device *fake = ctx;
+    (void)gate;
     fake_check_segments(fake, step);
     fake_check_seqs(fake, step);
     fake_count_service(fake, step);

@@ -66,7 +66,7 @@ static inline bool fake_cache_evict(bd_cache *cache) {
 
 static inline void fake_cache_lease(bd_cache *cache, bd_variant *v, bd_lease *lease) {
     atomic_fetch_add(&v->leases, 1);
-    *lease = (bd_lease){v, &v->overlay};
+    *lease = (bd_lease){v, &v->overlay, NULL};
     uint32_t leased = 0;
     for (uint32_t i = 0; i < cache->count; i++)
         leased += cache->variants[i].leases > 0;

@@ -235,10 +235,10 @@ static void test_sharing(void **state) {
     o.tenant = 1;
     assert_int_equal(run_one(&s, &o), 0);
     assert_int_equal(run_one(&s, &o), 32);
-    o.lease = (bd_lease){&variants[0], &variants[0].overlay};
+    o.lease = (bd_lease){&variants[0], &variants[0].overlay, NULL};
     assert_int_equal(run_one(&s, &o), 0);
     assert_int_equal(run_one(&s, &o), 32);
-    o.lease = (bd_lease){&variants[1], &variants[1].overlay};
+    o.lease = (bd_lease){&variants[1], &variants[1].overlay, NULL};
     assert_int_equal(run_one(&s, &o), 0);
     o.prompt_logprobs = 0; /* every row is needed */
     assert_int_equal(run_one(&s, &o), 0);

@@ -168,7 +168,7 @@ static void make_client(script *s, client *c, struct bd_variant *variants, uint3
     o->max_new_tokens = fake_below(rng, 8) == 0 ? 0 : 1 + fake_below(rng, NEW_MAX);
     o->min_new_tokens = fake_below(rng, 3) == 0 ? fake_below(rng, o->max_new_tokens + 1) : 0;
     uint32_t v = fake_below(rng, variant_count + 1);
-    if (v > 0) o->lease = (bd_lease){&variants[v - 1], &variants[v - 1].overlay};
+    if (v > 0) o->lease = (bd_lease){&variants[v - 1], &variants[v - 1].overlay, NULL};
     o->sampling = (bd_sampling){.temperature = fake_below(rng, 2) ? 1.0f : 0.0f,
                                 .top_p = 1.0f,
                                 .seed = fake_next(rng),
@@ -383,7 +383,7 @@ static void test_chosen_gives_way(void **state) {
     assert_non_null(s.clients);
     for (uint32_t i = 0; i < CLIENTS; i++) {
         make_client(&s, &s.clients[i], variants, VARIANTS, true);
-        s.clients[i].options.lease = (bd_lease){&variants[i], &variants[i].overlay};
+        s.clients[i].options.lease = (bd_lease){&variants[i], &variants[i].overlay, NULL};
         make_plain(&s.clients[i], i == 0 ? 1 : 5, i == 0 ? 10 : 8);
     }
     start(&s, &options, &fake);
@@ -417,7 +417,8 @@ static void test_rotation(void **state) {
     for (uint32_t i = 0; i < CLIENTS; i++) {
         client *c = &s.clients[i];
         make_client(&s, c, variants, VARIANTS, true);
-        c->options.lease = (bd_lease){&variants[i % VARIANTS], &variants[i % VARIANTS].overlay};
+        c->options.lease =
+            (bd_lease){&variants[i % VARIANTS], &variants[i % VARIANTS].overlay, NULL};
         make_plain(c, 3, 30);
     }
     start(&s, &options, &fake);

@@ -32,6 +32,9 @@ typedef struct bd_cache_options {
 typedef struct bd_lease { /* a counted reference; the overlay stays valid until release */
     bd_variant *variant;
     const bd_overlay *overlay;
+    /* NULL: every layer is there. Else the load under way, valid until release: layers
+     * [0, ready_count) may be read; once it is finished, all of them or, if it failed, none. */
+    const bd_load *load;
 } bd_lease;
 
 typedef struct bd_cache_waiter { /* caller's memory; linked while waiting */
@@ -56,6 +59,13 @@ typedef struct bd_variant_info {
 BD_MUST_CHECK bd_status bd_cache_create(const bd_cache_options *options, bd_cache **out,
                                         bd_error *err);
 void bd_cache_destroy(bd_cache *cache); /* no lease may be out; cancels loads, calls no waiter */
+
+/* Leases of variants still loading: from now on a load's waiters get theirs as soon as
+ * may_start(ctx, load, now) says so (asked in every poll once load->early is set), and callers of
+ * acquire after them at once. NULL: none. A load that fails keeps its pages and overlay until those
+ * leases are back. */
+void bd_cache_stream(bd_cache *cache,
+                     bool (*may_start)(void *ctx, const bd_load *load, uint64_t now_us), void *ctx);
 
 /* Takes ownership of *delta (moved, also when this fails). Reads no file. BD_E_LIMIT: needs more
  * pages than exist beside the pinned variants, or a pin too many. A pinned variant is loaded by the
@@ -85,8 +95,9 @@ bool bd_cache_poll(bd_cache *cache, uint64_t now_us);
 
 /* Admin. Pins beyond what leaves one variant's pages evictable: BD_E_LIMIT. prefetch: BD_OK when
  * resident, BD_AGAIN when on its way, BD_BUSY and BD_E_VARIANT as for acquire. unload: BD_BUSY
- * while leased or while its load is being stopped (it drains, waiters get BD_E_VARIANT); of a
- * failed variant: it may be tried again at once. */
+ * while leased or while its load is being stopped (it drains, waiters get BD_E_VARIANT; a load
+ * whose early leases are out goes on for them); of a failed variant: it may be tried again at
+ * once. */
 BD_MUST_CHECK bd_status bd_cache_pin(bd_cache *cache, bd_variant *variant, bool pinned,
                                      bd_error *err);
 BD_MUST_CHECK bd_status bd_cache_prefetch(bd_cache *cache, bd_variant *variant, uint64_t now_us,

@@ -30,18 +30,33 @@ typedef struct bd_loader_options { /* 0 where a default is named */
     bd_metrics *metrics; /* may be NULL */
 } bd_loader_options;
 
+/* What a step may know of a load that is still under way. Layers [0, ready_count) of the overlay
+ * may be read, no others. */
+typedef struct bd_load_early {
+    bd_overlay *overlay;
+    uint64_t bytes;       /* of all files of the load */
+    uint32_t count;       /* ready indices */
+    uint64_t end_bytes[]; /* [count] read_bytes at which an index is complete; never falls */
+} bd_load_early;
+
 typedef struct bd_load {
-    bd_message message;           /* internal */
-    const bd_delta *delta;        /* borrowed until finished */
-    void *const *pages;           /* in the delta arena; borrowed and written until finished */
-    uint32_t page_count;          /* at least the plan's, see bd_overlay_pages_per_variant */
+    bd_message message;    /* internal */
+    const bd_delta *delta; /* borrowed until finished */
+    void *const *pages;    /* in the delta arena; borrowed and written until finished */
+    uint32_t page_count;   /* at least the plan's, see bd_overlay_pages_per_variant */
+    /* Wants `early`, which is the submitter's once it is set, also when the load fails: free() it
+     * after `finished`, and its overlay when the load failed. */
+    bool stream;
+    /* Set once, soon after the start, if every file has usable chunk sums; else NULL for good. */
+    _Atomic(bd_load_early *) early;
     _Atomic uint32_t ready_count; /* ready indices complete and visible so far, see overlay.h */
     _Atomic uint64_t read_bytes;
     _Atomic bool cancel;   /* set by the submitter; the load still finishes, soon */
     _Atomic bool finished; /* last write; everything below is valid afterwards (acquire) */
     bd_status status;      /* BD_OK, BD_CANCELLED, BD_E_IO, BD_E_CORRUPT, BD_E_FORMAT, ... */
     bd_error error;        /* names file, chunk and byte range */
-    bd_overlay *overlay;   /* BD_OK: over pages[0 .. pages_used), the submitter's; else NULL */
+    /* BD_OK: over pages[0 .. pages_used), the submitter's (early's if there was one); else NULL */
+    bd_overlay *overlay;
     uint32_t pages_used;
     uint64_t started_us, finished_us;
 } bd_load;
