@@ -1,8 +1,9 @@
 /* cpu_linear.c - how near the CPU backend's linear layers come to the machine: decode against
  * measured memory bandwidth, prefill against the rate of sgemm (OpenBLAS, one thread), base and
- * one-plane variant side by side, in one run. Every figure is the best of several rounds; the
- * reading loop and sgemm run just before the layers they are compared with. Usage: bench_cpu_linear
- * [threads] [hidden] [ffn]. */
+ * one-plane variants side by side, in one run. Decode has each row of a variant of its own (up to
+ * VARIANTS different ones, then around again) and all rows of one. Every figure is the best of
+ * several rounds; the reading loop and sgemm run just before the layers they are compared with.
+ * Usage: bench_cpu_linear [threads] [hidden] [ffn] [kernels]. */
 #include <cblas.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -14,6 +15,7 @@
 #define ROUNDS   5
 #define ROWS_MAX 512u
 #define LAYERS   2u
+#define VARIANTS 8u
 
 static uint64_t rng = 88172645463325252u;
 
@@ -45,10 +47,10 @@ typedef struct setup {
     bd_cpu *cpu;
     uint16_t *weights;
     uint64_t weight_bytes, plane_bytes;
-    bd_overlay overlay;
-    bd_overlay_linear linears[LAYERS * BD_LINEAR_COUNT];
+    bd_overlay overlay[VARIANTS];
+    bd_overlay_linear linears[VARIANTS][LAYERS * BD_LINEAR_COUNT];
     bd_segment segments[ROWS_MAX];
-    const bd_overlay *overlays[1];
+    const bd_overlay *overlays[VARIANTS];
     bd_seq seq;
     bd_step step;
     int32_t tokens[ROWS_MAX];
@@ -88,20 +90,23 @@ static void put_weights(setup *s) {
         const bd_weight_view view = {BD_DTYPE_BF16, n, k, 2ull * k, s->weights + at, true};
         const bd_weight_id id = {BD_WEIGHT_LINEAR, i / BD_LINEAR_COUNT, i % BD_LINEAR_COUNT};
         must(s->backend->ops->weight_put(s->backend, id, &view, &err), &err);
-        must(s->backend->ops->plane_put(s->backend, arena, n, k, 0, n, bits + at / 8, k / 8, &err),
-             &err);
-        float *scale = (float *)(void *)(arena + bd_cpu_plane_bytes(n, k));
-        for (uint32_t j = 0; j < n; j++)
-            scale[j] = 1e-3f;
-        s->linears[i] = (bd_overlay_linear){.plane_count = 1, .planes = {{arena, scale}}};
-        arena += bd_cpu_plane_bytes(n, k) + (4ull * n + 63) / 64 * 64;
+        for (uint32_t v = 0; v < VARIANTS; v++) {
+            must(s->backend->ops->plane_put(s->backend, arena, n, k, 0, n, bits + at / 8, k / 8,
+                                            &err),
+                 &err);
+            float *scale = (float *)(void *)(arena + bd_cpu_plane_bytes(n, k));
+            for (uint32_t j = 0; j < n; j++)
+                scale[j] = 1e-3f;
+            s->linears[v][i] = (bd_overlay_linear){.plane_count = 1, .planes = {{arena, scale}}};
+            arena += bd_cpu_plane_bytes(n, k) + (4ull * n + 63) / 64 * 64;
+        }
         s->plane_bytes += bd_cpu_plane_bytes(n, k);
         at += size;
     }
     free(bits);
 }
 
-static setup *open_setup(uint32_t threads, uint32_t hidden, uint32_t ffn) {
+static setup *open_setup(uint32_t threads, uint32_t hidden, uint32_t ffn, const char *kernels) {
     setup *s = calloc(1, sizeof *s);
     bd_error err;
     if (s == NULL) exit(1);
@@ -126,21 +131,25 @@ static setup *open_setup(uint32_t threads, uint32_t hidden, uint32_t ffn) {
                                   .kv_block_count = ROWS_MAX,
                                   .max_model_len = ROWS_MAX,
                                   .rope_tables_max = 1,
-                                  .delta_bytes = (weights / 4 + (1u << 20)) / 4096 * 4096};
+                                  .delta_bytes =
+                                      VARIANTS * ((weights / 4 + (1u << 20)) / 4096 * 4096)};
     must(bd_backend_cpu_ops()->open(&o, &s->backend, &err), &err);
     s->cpu = bd_cpu_of(s->backend);
+    must(bd_cpu_kernels_pick(kernels, &s->cpu->kernels, &err), &err);
     put_weights(s);
     float ones[32];
     for (uint32_t i = 0; i < 32; i++)
         ones[i] = 1.0f;
     must(s->backend->ops->rope_table_put(s->backend, 0, ones, 1.0f, &err), &err);
-    s->overlay = (bd_overlay){.vocab = 256, .linears = s->linears};
-    s->overlays[0] = &s->overlay;
+    for (uint32_t v = 0; v < VARIANTS; v++) {
+        s->overlay[v] = (bd_overlay){.vocab = 256, .linears = s->linears[v]};
+        s->overlays[v] = &s->overlay[v];
+    }
     for (uint32_t i = 0; i < ROWS_MAX; i++)
         s->blocks[i] = s->positions[i] = i;
     s->step = (bd_step){.id = 1,
                         .seq_count = 1,
-                        .overlay_count = 1,
+                        .overlay_count = VARIANTS,
                         .tokens = s->tokens,
                         .positions = s->positions,
                         .seq_of_row = s->seq_of_row,
@@ -163,7 +172,8 @@ static double time_linears(setup *s, uint32_t rows, uint32_t each) {
     s->step.row_count = s->seq.row_count = rows;
     s->step.segment_count = each == 0 ? 1 : rows / each;
     for (uint32_t i = 0; i < s->step.segment_count; i++) {
-        s->segments[i] = each == 0 ? (bd_segment){-1, 0, rows} : (bd_segment){0, i * each, each};
+        s->segments[i] = each == 0 ? (bd_segment){-1, 0, rows}
+                                   : (bd_segment){(int32_t)(i % VARIANTS), i * each, each};
     }
     must(s->backend->ops->step_begin(s->backend, &s->step, &err), &err);
     for (int round = 0; round < ROUNDS; round++) {
@@ -236,7 +246,7 @@ int main(int argc, char **argv) {
     const uint32_t threads = argc > 1 ? (uint32_t)strtoul(argv[1], NULL, 10) : 0;
     const uint32_t hidden = argc > 2 ? (uint32_t)strtoul(argv[2], NULL, 10) : 2048;
     const uint32_t ffn = argc > 3 ? (uint32_t)strtoul(argv[3], NULL, 10) : 8192;
-    setup *s = open_setup(threads, hidden, ffn);
+    setup *s = open_setup(threads, hidden, ffn, argc > 4 ? argv[4] : NULL);
     const double bytes = (double)s->weight_bytes, planes = (double)s->plane_bytes,
                  weights = bytes / 2;
     printf("threads %u, kernels %s, hidden %u, ffn %u, %u layers, %.0f MB of bf16 weights\n",
@@ -246,12 +256,16 @@ int main(int argc, char **argv) {
            "GB/s", "of memory", "vs base");
     const uint32_t decode[] = {1, 2, 4, 7, 8, 12, 15, 16, 24, 32};
     for (size_t i = 0; i < sizeof decode / sizeof decode[0]; i++) {
-        const double base = time_linears(s, decode[i], 0), own = time_linears(s, decode[i], 1);
-        printf("%8u %8s %10.2f %10.2f %11.0f%%\n", decode[i], "base", base * 1e3,
-               bytes / base * 1e-9, bytes / base * 1e-7 / bandwidth);
-        const double read = bytes + planes * decode[i];
-        printf("%8u %8u %10.2f %10.2f %11.0f%% %11.2fx\n", decode[i], 1u, own * 1e3,
-               read / own * 1e-9, read / own * 1e-7 / bandwidth, own / base);
+        const uint32_t rows = decode[i];
+        const double base = time_linears(s, rows, 0);
+        printf("%8u %8s %10.2f %10.2f %11.0f%%\n", rows, "base", base * 1e3, bytes / base * 1e-9,
+               bytes / base * 1e-7 / bandwidth);
+        for (uint32_t together = 0; together < (rows > 1 ? 2 : 1); together++) {
+            const uint32_t each = together ? rows : 1;
+            const double own = time_linears(s, rows, each), read = bytes + planes * (rows / each);
+            printf("%8u %8u %10.2f %10.2f %11.0f%% %11.2fx\n", rows, each, own * 1e3,
+                   read / own * 1e-9, read / own * 1e-7 / bandwidth, own / base);
+        }
     }
     const double blas = sgemm_rate(s, 512, 1024, hidden);
     printf("sgemm, one thread: %.1f GFLOP/s\n%8s %8s %10s %10s %12s %12s\n", blas, "rows", "each",

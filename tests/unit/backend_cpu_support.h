@@ -206,7 +206,7 @@ static inline const float *make_lora_a(fixture *f, uint32_t rank, uint32_t k) {
 static inline known_delta make_delta(fixture *f, uint32_t n, uint32_t k, const float *lora_a,
                                      uint32_t rank, bool biased) {
     known_delta d = {.value = must_calloc((size_t)n * k, sizeof(double))};
-    d.linear.plane_count = (uint8_t)pick(&f->rng, 0, BD_OVERLAY_PLANES_MAX);
+    if (k % 8 == 0) d.linear.plane_count = (uint8_t)pick(&f->rng, 0, BD_OVERLAY_PLANES_MAX);
     for (uint32_t p = 0; p < d.linear.plane_count; p++)
         make_plane(f, &d, p, n, k);
     if (rank > 0) make_lora(f, &d, n, k, rank, lora_a, 0.5f + 0.125f * (float)rank);
@@ -313,8 +313,21 @@ static inline void fixture_close(fixture *f) {
     }
 }
 
-/* Opens a backend with random base weights for f->config; options that were left 0 get defaults. */
-static inline void fixture_open(fixture *f, bool plain) {
+/* The which-th of the kernels that this machine has, and around again. */
+static inline const bd_cpu_kernels *kernels_here(uint32_t which) {
+    const bd_cpu_kernels *here[BD_CPU_KERNELS_COUNT];
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < BD_CPU_KERNELS_COUNT; i++) {
+        here[count] = bd_cpu_kernels_at(i);
+        if (here[count] != NULL) count++;
+    }
+    assert_true(count > 0);
+    return here[which % count];
+}
+
+/* Opens a backend with random base weights for f->config; options that were left 0 get defaults.
+ * kernels: 0 for the machine's best, 1 for the next best, ... */
+static inline void fixture_open(fixture *f, uint32_t kernels) {
     bd_error err;
     const bd_model_config *c = &f->config;
     bd_backend_options *o = &f->options;
@@ -331,7 +344,7 @@ static inline void fixture_open(fixture *f, bool plain) {
     if (bd_backend_cpu_ops()->open(o, &f->backend, &err) != BD_OK)
         fail_msg("open: %s: %s", err.subject, err.message);
     f->cpu = bd_cpu_of(f->backend);
-    if (plain) f->cpu->kernels = bd_cpu_kernels_plain();
+    f->cpu->kernels = kernels_here(kernels);
     f->arena = f->backend->ops->delta_arena(f->backend);
     f->linears = must_calloc((size_t)c->layers * BD_LINEAR_COUNT, sizeof *f->linears);
     f->biases = must_calloc((size_t)c->layers * BD_LINEAR_COUNT, sizeof *f->biases);
@@ -382,13 +395,15 @@ static inline void random_config(fixture *f, uint32_t vocab_max) {
     bd_model_config *c = &f->config;
     memset(c, 0, sizeof *c);
     c->family = BD_FAMILY_LLAMA;
-    c->hidden = 8 * pick(&f->rng, 1, 16);
-    c->ffn = 8 * pick(&f->rng, 1, 70);
+    /* Without planes, which come in whole bytes, a matrix may have any number of columns. */
+    const bool odd = pick(&f->rng, 0, 2) == 0;
+    c->hidden = odd ? pick(&f->rng, 1, 130) : 8 * pick(&f->rng, 1, 16);
+    c->ffn = odd ? pick(&f->rng, 1, 560) : 8 * pick(&f->rng, 1, 70);
     c->layers = pick(&f->rng, 1, 2);
     c->head_dim = head_dims[pick(&f->rng, 0, 7)];
     c->kv_heads = pick(&f->rng, 1, 2);
     c->heads = c->kv_heads * pick(&f->rng, 1, 4);
-    while (c->heads * c->head_dim % 8 != 0)
+    while (!odd && c->heads * c->head_dim % 8 != 0)
         c->heads += c->kv_heads;
     if (c->head_dim >= 128) {
         c->kv_heads = 1;

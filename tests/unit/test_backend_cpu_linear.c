@@ -112,7 +112,7 @@ static void check_head(fixture *f, built_step *b, checker *c) {
     free(got);
 }
 
-static void run_model(uint64_t seed, bool plain, uint32_t threads, bool wide) {
+static void run_model(uint64_t seed, uint32_t kernels, uint32_t threads, bool wide) {
     fixture f = {.rng = seed};
     checker c = checker_create();
     random_config(&f, 300);
@@ -126,7 +126,7 @@ static void run_model(uint64_t seed, bool plain, uint32_t threads, bool wide) {
     f.options.thread_count = threads;
     f.options.delta_bytes = 128u << 20;
     f.options.rows_max = f.options.seqs_max = f.options.logits_rows_max = STEP_ROWS;
-    fixture_open(&f, plain);
+    fixture_open(&f, kernels);
     for (uint32_t i = 0; i < OVERLAYS; i++)
         make_overlay(&f, &f.overlays[i], i);
     for (uint32_t round = 0; round < (wide ? 2u : 6u); round++) {
@@ -161,26 +161,25 @@ static void run_model(uint64_t seed, bool plain, uint32_t threads, bool wide) {
 static void test_small_shapes(void **state) {
     (void)state;
     uint64_t seed = support_seed();
-    for (uint32_t i = 0; i < 12; i++)
-        run_model(support_random(&seed), i % 2 == 0, 1 + i / 2 % 3, false);
+    for (uint32_t i = 0; i < 18; i++)
+        run_model(support_random(&seed), i, 1 + i / 2 % 3, false);
 }
 
 static void test_wide_shapes(void **state) {
     (void)state;
     uint64_t seed = support_seed();
     for (uint32_t i = 0; i < 4; i++)
-        run_model(support_random(&seed), i == 0, 1 + i % 3, true);
+        run_model(support_random(&seed), i, 1 + i % 3, true);
 }
 
 /* A row's product is the same bits whatever other short rows are in the batch. */
-static void test_rows_do_not_mix(void **state) {
-    (void)state;
-    fixture f = {.rng = support_seed()};
+static void check_rows_do_not_mix(uint64_t seed, uint32_t kernels) {
+    fixture f = {.rng = seed};
     bd_error err;
     random_config(&f, 40);
     f.config.layers = 1;
     f.options.seqs_max = STEP_ROWS;
-    fixture_open(&f, false);
+    fixture_open(&f, kernels);
     for (uint32_t i = 0; i < OVERLAYS; i++)
         make_overlay(&f, &f.overlays[i], i);
     const uint32_t hidden = f.config.hidden, q = f.cpu->q_dim;
@@ -208,12 +207,19 @@ static void test_rows_do_not_mix(void **state) {
     fixture_close(&f);
 }
 
+static void test_rows_do_not_mix(void **state) {
+    (void)state;
+    uint64_t seed = support_seed();
+    for (uint32_t i = 0; i < 2 * BD_CPU_KERNELS_COUNT; i++)
+        check_rows_do_not_mix(support_random(&seed), i);
+}
+
 static void test_lora_rank_limit(void **state) {
     (void)state;
     fixture f = {.rng = support_seed()};
     bd_error err;
     random_config(&f, 40);
-    fixture_open(&f, false);
+    fixture_open(&f, 0);
     make_overlay(&f, &f.overlays[0], 0);
     f.overlays[0].linear_table[BD_LINEAR_V].lora_rank = BD_CPU_LORA_RANK_MAX + 1;
     built_step *b = step_create(&f);

@@ -68,10 +68,10 @@ static void check_norm(fixture *f, built_step *b) {
     free(residual), free(proj), free(bound);
 }
 
-static void open_model(fixture *f, bool plain, uint32_t threads) {
+static void open_model(fixture *f, uint32_t kernels, uint32_t threads) {
     random_config(f, 100);
     f->options.thread_count = threads;
-    fixture_open(f, plain);
+    fixture_open(f, kernels);
     for (uint32_t i = 0; i < OVERLAYS; i++)
         make_overlay(f, &f->overlays[i], i);
 }

@@ -141,11 +141,11 @@ static void forward(fixture *f, const bd_step *step) {
     free(results);
 }
 
-static void open_model(fixture *f, bool plain, uint32_t threads) {
+static void open_model(fixture *f, uint32_t kernels, uint32_t threads) {
     random_config(f, 60);
     f->config.logit_softcap = 0.0f; /* it would hide differences */
     f->options.thread_count = threads;
-    fixture_open(f, plain);
+    fixture_open(f, kernels);
     for (uint32_t i = 0; i < OVERLAYS; i++)
         make_overlay(f, &f->overlays[i], i);
 }
@@ -280,7 +280,7 @@ static void test_bad_options(void **state) {
     bd_model_config config = f.config;
     bd_backend_options bad = good;
     bad.config = &config;
-    config.hidden = 12;
+    config.hidden = 0;
     assert_int_equal(try_open(&bad, &err), BD_E_UNSUPPORTED);
     assert_string_equal(err.subject, "hidden");
     config = f.config;
@@ -310,7 +310,7 @@ static void test_plan(void **state) {
     bd_error err;
     bd_memory_plan plan;
     random_config(&f, 60);
-    fixture_open(&f, false);
+    fixture_open(&f, 0);
     const bd_model_config *c = &f.config;
     assert_int_equal(f.backend->ops->plan(&f.options, &plan, &err), BD_OK);
     uint64_t params = (uint64_t)c->vocab * c->hidden * (c->tied ? 1 : 2);
@@ -332,7 +332,7 @@ static void test_loading_errors(void **state) {
     bd_error err;
     random_config(&f, 60);
     f.config.tied = true;
-    fixture_open(&f, false);
+    fixture_open(&f, 0);
     const bd_backend_ops *ops = f.backend->ops;
     const uint32_t q = f.cpu->q_dim;
     bd_weight_view view = {.dtype = BD_DTYPE_BF16,

@@ -42,7 +42,7 @@ typedef struct bd_cpu_run {    /* rows of one overlay */
     uint32_t table_row; /* this operator's first sum table of the run, or BD_CPU_NO_TABLE */
 } bd_cpu_run;
 
-/* y[r][i] = sum_k x[r][k] * w[i][k]; k is a multiple of 8. */
+/* y[r][i] = sum_k x[r][k] * w[i][k]; nothing is read past a row's k elements. */
 typedef struct bd_cpu_dot {
     const float *const *x; /* [rows] */
     float *const *y;       /* [rows], each [n] */
@@ -52,36 +52,61 @@ typedef struct bd_cpu_dot {
     uint64_t stride_bytes;
 } bd_cpu_dot;
 
-/* y[i] += scale[i] * sum_k +-x[k] for rows first + i of a plane.
- * x comes as a sum table: for every three elements all eight sums, [word][11][8] with 11 triples to
- * 32 elements (the last has two). One permute then adds three elements to each of eight outputs,
- * where flipping signs takes four operations for eight weights. */
+/* y[r][i] += scale[i] * sum_k +-x[r][k] for rows first + i of a plane.
+ * x comes as a sum table. For every three elements it holds all eight sums, [word][11][8] with 11
+ * triples to 32 elements (the last has two); AVX-512 permutes twice as wide and has all sixteen
+ * sums of four elements, [word][8][16]. One permute then adds three (four) elements to each of
+ * eight (sixteen) outputs, where flipping signs takes four operations for eight weights. */
 typedef struct bd_cpu_signs {
-    const float *table;
-    float *y;
+    const float *const *table; /* [rows] */
+    float *const *y;           /* [rows], each [count] */
     const uint8_t *plane;
     const float *scale; /* of row first */
-    uint32_t first, count, words;
+    uint32_t rows, first, count, words;
 } bd_cpu_signs;
 
+/* Whatever the blocking, a row's result is the same bits alone and in company. */
 typedef struct bd_cpu_kernels {
     const char *name;
     void (*dot[3])(const bd_cpu_dot *dot); /* by bd_dtype F32, BF16, F16 */
     void (*sum_table)(float *table, const float *x, uint32_t k);
     void (*sign_dot)(const bd_cpu_signs *signs);
-    void (*to_f32)(float *dst, const uint8_t *src, bd_dtype dtype,
-                   uint32_t count); /* count: any multiple of 8 */
+    /* dot[BD_DTYPE_BF16], not adding, then sign_dot, both of one row and the same y and n: weights
+     * and bits in one pass, so that the permutes run while memory is waited for. NULL: no gain. */
+    void (*dot_signs)(const bd_cpu_dot *dot, const bd_cpu_signs *signs);
+    void (*to_f32)(float *dst, const uint8_t *src, bd_dtype dtype, uint32_t count);
     /* dst[i] = src[i] +- scale; bits: bd_cpu_plane_at of a row; dst == src is fine. */
     void (*add_signs)(float *dst, const float *src, const uint8_t *bits, uint32_t count,
                       float scale);
     /* acc[q][d] += sum_t p[q][t] * v[t][d]; p rows BD_CPU_KV_TILE apart, acc rows
-     * BD_CPU_HEAD_DIM_MAX apart. */
+     * BD_CPU_HEAD_DIM_MAX apart; dim is a multiple of 8. */
     void (*weighted_sum)(float *acc, const float *p, uint32_t queries, const float *v,
                          uint32_t tokens, uint32_t dim);
 } bd_cpu_kernels;
 
+/* Narrows both to `count` outputs from the i-th on, and one row, whose output goes through y. */
+static inline void bd_cpu_take(bd_cpu_dot *dot, bd_cpu_signs *signs, uint32_t i, uint32_t count,
+                               float **y) {
+    *y = dot->y[0] + i;
+    dot->n = signs->count = count;
+    dot->w += i * dot->stride_bytes;
+    dot->y = signs->y = y;
+    signs->first += i;
+    signs->scale += i;
+}
+
+/* NULL: not in this build, or not on this machine. */
 const bd_cpu_kernels *bd_cpu_kernels_plain(void);
-const bd_cpu_kernels *bd_cpu_kernels_avx2(void); /* NULL: not on this machine */
+const bd_cpu_kernels *bd_cpu_kernels_avx2(void);
+const bd_cpu_kernels *bd_cpu_kernels_avx512(void);
+const bd_cpu_kernels *bd_cpu_kernels_neon(void);
+
+#define BD_CPU_KERNELS_COUNT 4u
+/* All of them, best first; NULL as above. */
+const bd_cpu_kernels *bd_cpu_kernels_at(uint32_t index);
+/* Those called `name`; NULL or "auto": the best. BD_E_UNSUPPORTED, subject "cpu_kernels", for a
+ * name that is unknown or names what this machine lacks. */
+bd_status bd_cpu_kernels_pick(const char *name, const bd_cpu_kernels **out, bd_error *err);
 
 typedef enum bd_cpu_buffer {
     BD_CPU_RESIDUAL,
@@ -176,10 +201,11 @@ static inline const uint8_t *bd_cpu_plane_at(const void *plane, uint32_t k, uint
 
 #define BD_CPU_PLANE_STEP 32u /* bytes from word to word of a row */
 #define BD_CPU_TRIPLES    11u
+#define BD_CPU_QUADS      8u
 #define BD_CPU_FOLD_WORDS                                                                          \
     16u /* words summed before the sum joins the total: keeps rounding errors down */
 static inline size_t bd_cpu_table_floats(uint32_t k) {
-    return (size_t)bd_cpu_plane_words(k) * BD_CPU_TRIPLES * 8u;
+    return (size_t)bd_cpu_plane_words(k) * BD_CPU_QUADS * 16u; /* the larger kind */
 }
 
 /* Sizes of all buffers for `workers`; false when a product overflows. */

@@ -17,8 +17,8 @@ typedef struct limit {
 static bd_status check_config(const bd_model_config *config, bd_error *err) {
     const limit limits[] = {
         {"layers", config->layers, 1, BD_LAYERS_MAX},
-        {"hidden", config->hidden, 8, 1u << 20},
-        {"ffn", config->ffn, 8, 1u << 20},
+        {"hidden", config->hidden, 1, 1u << 20},
+        {"ffn", config->ffn, 1, 1u << 20},
         {"vocab", config->vocab, 1, INT32_MAX - BD_EXTRA_VOCAB_MAX},
         {"heads", config->heads, 1, 1u << 12},
         {"kv_heads", config->kv_heads, 1, config->heads},
@@ -35,9 +35,6 @@ static bd_status check_config(const bd_model_config *config, bd_error *err) {
         }
     }
     const limit multiples[] = {
-        {"hidden", config->hidden, 8, 0},
-        {"ffn", config->ffn, 8, 0},
-        {"heads * head_dim", config->heads * config->head_dim, 8, 0},
         {"head_dim", config->head_dim, 2, 0},
         {"rotary_dim", config->rope.rotary_dim, 2, 0},
         {"heads", config->heads, config->kv_heads, 0},
@@ -275,12 +272,12 @@ static bd_status bd_cpu_open(const bd_backend_options *options, bd_backend **out
     cpu->base.ops = bd_backend_cpu_ops();
     cpu->options = *options;
     cpu->config = c;
-    cpu->kernels = bd_cpu_kernels_avx2() != NULL ? bd_cpu_kernels_avx2() : bd_cpu_kernels_plain();
     cpu->q_dim = c->heads * c->head_dim;
     cpu->kv_dim = c->kv_heads * c->head_dim;
     cpu->head_stride = (c->head_dim + 7u) / 8u * 8u;
     cpu->sampled_step = UINT64_MAX;
     uint64_t sizes[BD_CPU_BUFFER_COUNT];
+    if ((status = bd_cpu_kernels_pick(NULL, &cpu->kernels, err)) != BD_OK) goto fail;
     if ((status = bd_pool_create(&cpu->pool, options->thread_count, "bd-cpu", err)) != BD_OK)
         goto fail;
     cpu->workers = bd_pool_width(cpu->pool);

@@ -16,36 +16,69 @@
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 
+#ifndef BD_PF1
+#define BD_PF1 512u
+#define BD_PF2 512u
+#endif
+
 INLINE float lane_sum(__m256 v) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
 
+/* Eight bf16 become float32 in one shuffle: each half of the register gets all sixteen bytes and
+ * moves its own four numbers to the tops of its lanes. */
 INLINE __m256 load8(const uint8_t *w, uint32_t k, bd_dtype dtype) {
     if (dtype == BD_DTYPE_F32)
         return _mm256_loadu_ps((const float *)(const void *)(w + 4 * (size_t)k));
     const __m128i half = _mm_loadu_si128((const __m128i *)(const void *)(w + 2 * (size_t)k));
     if (dtype == BD_DTYPE_F16) return _mm256_cvtph_ps(half);
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+    const __m256i tops =
+        _mm256_setr_epi8(-1, -1, 0, 1, -1, -1, 2, 3, -1, -1, 4, 5, -1, -1, 6, 7, -1, -1, 8, 9, -1,
+                         -1, 10, 11, -1, -1, 12, 13, -1, -1, 14, 15);
+    return _mm256_castsi256_ps(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(half), tops));
+}
+
+/* A row's last count < 8 weights, then zeros. */
+AVX2 static __m256 load_last(const uint8_t *w, uint32_t k, uint32_t count, bd_dtype dtype) {
+    uint8_t part[32] = {0};
+    const size_t size = bd_dtype_bytes(dtype);
+    memcpy(part, w + k * size, count * size);
+    return load8(part, 0, dtype);
+}
+
+INLINE __m256i first_lanes(uint32_t count) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)count),
+                              _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+/* Asks for the cache line that holds element k, a multiple of 32, of the row at w; past the
+ * matrix's end the request comes to nothing. */
+INLINE void prefetch(const uint8_t *w, uint64_t ahead_bytes, uint32_t k, bd_dtype dtype) {
+    const uintptr_t at = (uintptr_t)w + ahead_bytes + k * bd_dtype_bytes(dtype);
+    _mm_prefetch((const char *)at, _MM_HINT_T0);
 }
 
 /* NW outputs times R rows; both are constants after inlining, and the accumulators fit the 16
- * registers. */
+ * registers. ahead_bytes: 0, or how far ahead of these weights to prefetch. */
 INLINE void dot_block(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, uint32_t r,
-                      const uint32_t NW, const uint32_t R) {
-    __m256 acc[6][4];
-    const uint8_t *w[6];
+                      uint64_t ahead_bytes, const uint32_t NW, const uint32_t R) {
+    __m256 acc[8][4];
+    const uint8_t *w[8];
     const float *x[4];
     UNROLL for (uint32_t a = 0; a < NW; a++) {
         w[a] = dot->w + (i + a) * dot->stride_bytes;
         UNROLL for (uint32_t b = 0; b < R; b++) acc[a][b] = _mm256_setzero_ps();
     }
     UNROLL for (uint32_t b = 0; b < R; b++) x[b] = dot->x[r + b];
-    const uint32_t count = dot->k;
+    const uint32_t count = dot->k / 8 * 8;
     for (uint32_t k = 0; k < count; k += 8) {
+        if (dtype != BD_DTYPE_F32 && ahead_bytes > 0 && k % 32 == 0) {
+            UNROLL for (uint32_t a = 0; a < NW; a++) prefetch(w[a], ahead_bytes, k, dtype);
+        }
         if (NW <= R) {
-            __m256 wide[6];
+            __m256 wide[8];
             UNROLL for (uint32_t a = 0; a < NW; a++) wide[a] = load8(w[a], k, dtype);
             UNROLL for (uint32_t b = 0; b < R; b++) {
                 const __m256 xs = _mm256_loadu_ps(x[b] + k);
@@ -62,6 +95,14 @@ INLINE void dot_block(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, uint32_
             }
         }
     }
+    if (count < dot->k) {
+        const __m256i lanes = first_lanes(dot->k - count);
+        UNROLL for (uint32_t a = 0; a < NW; a++) {
+            const __m256 wide = load_last(w[a], count, dot->k - count, dtype);
+            UNROLL for (uint32_t b = 0; b < R; b++) acc[a][b] =
+                _mm256_fmadd_ps(_mm256_maskload_ps(x[b] + count, lanes), wide, acc[a][b]);
+        }
+    }
     UNROLL for (uint32_t b = 0; b < R; b++) {
         float *y = dot->y[r + b] + i;
         UNROLL for (uint32_t a = 0; a < NW; a++) y[a] =
@@ -69,28 +110,33 @@ INLINE void dot_block(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, uint32_
     }
 }
 
-/* Weights pass through the cache once: all rows visit a few outputs before the next few are read.
- */
+/* Weights pass through the cache once: all rows visit a few outputs before the next few are read,
+ * which the first rows ask for. */
 INLINE void dot_rows(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, const uint32_t NW) {
     const uint32_t half = NW == 6 ? 3 : NW;
     uint32_t r = 0;
     for (; r + 3 <= dot->rows;) {
         const bool four = r + 4 <= dot->rows && (dot->rows - r) % 3 != 0;
+        const uint64_t ahead_bytes = r == 0 ? NW * dot->stride_bytes : 0;
         for (uint32_t a = i; a < i + NW; a += half) {
             if (four) {
-                dot_block(dot, dtype, a, r, half, 4);
+                dot_block(dot, dtype, a, r, ahead_bytes, half, 4);
             } else {
-                dot_block(dot, dtype, a, r, half, 3);
+                dot_block(dot, dtype, a, r, ahead_bytes, half, 3);
             }
         }
         r += four ? 4 : 3;
     }
-    if (dot->rows - r == 2) dot_block(dot, dtype, i, r, NW, 2);
-    if (dot->rows - r == 1) dot_block(dot, dtype, i, r, NW, 1);
+    if (dot->rows - r == 2) dot_block(dot, dtype, i, r, BD_PF2, NW, 2);
+    if (dot->rows - r == 1) dot_block(dot, dtype, i, r, BD_PF1, NW, 1);
 }
 
 INLINE void dot_all(const bd_cpu_dot *dot, bd_dtype dtype) {
     uint32_t i = 0;
+    if (dot->rows == 1) {
+        for (; i + 8 <= dot->n; i += 8)
+            dot_block(dot, dtype, i, 0, BD_PF1, 8, 1);
+    }
     for (; i + 6 <= dot->n; i += 6)
         dot_rows(dot, dtype, i, 6);
     for (; i + 2 <= dot->n; i += 2)
@@ -131,67 +177,165 @@ AVX2 static void avx2_sum_table(float *table, const float *x, uint32_t k) {
     }
 }
 
-/* G groups of eight rows from group `first` on: signed sums to out[8 G]. */
-INLINE void signed_sums(const bd_cpu_signs *signs, uint32_t first, float *out, const uint32_t G) {
-    __m256 sums[4], part[4];
-    const uint8_t *bits[4];
-    UNROLL for (uint32_t g = 0; g < G; g++) {
-        bits[g] = signs->plane + bd_cpu_plane_offset(signs->words, 8 * (first + g), 0);
-        sums[g] = part[g] = _mm256_setzero_ps();
+typedef struct signed_sum { /* of eight outputs and a row of the batch */
+    __m256 total, part;     /* part: of the words since the last fold */
+} signed_sum;
+
+/* Adds the triple that the lowest bits choose. */
+INLINE void add_triple(signed_sum *sum, __m256 eight, __m256i bits) {
+    sum->part = _mm256_add_ps(sum->part, _mm256_permutevar8x32_ps(eight, bits));
+}
+
+INLINE void fold(signed_sum *sum) {
+    sum->total = _mm256_add_ps(sum->total, sum->part);
+    sum->part = _mm256_setzero_ps();
+}
+
+INLINE __m256i load_bits(const bd_cpu_signs *signs, uint32_t group, uint32_t word) {
+    return _mm256_loadu_si256(
+        (const __m256i *)(const void *)(signs->plane +
+                                        bd_cpu_plane_offset(signs->words, 8 * group, word)));
+}
+
+/* y of a row of the batch += scale * sums, for outputs of the group that are asked for. */
+INLINE void add_scaled(const bd_cpu_signs *signs, uint32_t group, uint32_t r, __m256 total) {
+    float sums[8];
+    const uint32_t end = signs->first + signs->count;
+    _mm256_storeu_ps(sums, total);
+    for (uint32_t n = 8 * group; n < 8 * (group + 1) && n < end; n++) {
+        if (n < signs->first) continue; /* a neighbour's */
+        signs->y[r][n - signs->first] += signs->scale[n - signs->first] * sums[n - 8 * group];
     }
-    const float *table = signs->table;
+}
+
+/* G groups of eight outputs from `group` on, rows [r, r + R) of the batch: the bits are shifted
+ * once for all rows. */
+INLINE void sign_block(const bd_cpu_signs *signs, uint32_t group, uint32_t r, const uint32_t G,
+                       const uint32_t R) {
+    signed_sum sums[4][4];
+    UNROLL for (uint32_t g = 0; g < G; g++) {
+        UNROLL for (uint32_t b = 0; b < R; b++) sums[g][b] =
+            (signed_sum){_mm256_setzero_ps(), _mm256_setzero_ps()};
+    }
+    size_t at = 0;
     for (uint32_t w = 0; w < signs->words;) {
         const uint32_t end =
             signs->words - w < BD_CPU_FOLD_WORDS ? signs->words : w + BD_CPU_FOLD_WORDS;
         for (; w < end; w++) {
-            __m256i index[4];
-            UNROLL for (uint32_t g = 0; g < G; g++) {
-                index[g] = _mm256_loadu_si256(
-                    (const __m256i *)(const void *)(bits[g] + (size_t)w * BD_CPU_PLANE_STEP));
-            }
-            UNROLL for (uint32_t t = 0; t < BD_CPU_TRIPLES; t++, table += 8) {
-                const __m256 eight = _mm256_loadu_ps(table);
-                UNROLL for (uint32_t g = 0; g < G; g++) {
-                    part[g] = _mm256_add_ps(part[g], _mm256_permutevar8x32_ps(eight, index[g]));
-                    index[g] = _mm256_srli_epi32(index[g], 3);
+            __m256i bits[4];
+            UNROLL for (uint32_t g = 0; g < G; g++) bits[g] = load_bits(signs, group + g, w);
+            UNROLL for (uint32_t t = 0; t < BD_CPU_TRIPLES; t++, at += 8) {
+                UNROLL for (uint32_t b = 0; b < R; b++) {
+                    const __m256 eight = _mm256_loadu_ps(signs->table[r + b] + at);
+                    UNROLL for (uint32_t g = 0; g < G; g++) add_triple(&sums[g][b], eight, bits[g]);
                 }
+                UNROLL for (uint32_t g = 0; g < G; g++) bits[g] = _mm256_srli_epi32(bits[g], 3);
             }
         }
         UNROLL for (uint32_t g = 0; g < G; g++) {
-            sums[g] = _mm256_add_ps(sums[g], part[g]);
-            part[g] = _mm256_setzero_ps();
+            UNROLL for (uint32_t b = 0; b < R; b++) fold(&sums[g][b]);
         }
     }
-    UNROLL for (uint32_t g = 0; g < G; g++) _mm256_storeu_ps(out + 8 * g, sums[g]);
+    UNROLL for (uint32_t g = 0; g < G; g++) {
+        UNROLL for (uint32_t b = 0; b < R; b++)
+            add_scaled(signs, group + g, r + b, sums[g][b].total);
+    }
+}
+
+INLINE void sign_rows(const bd_cpu_signs *signs, uint32_t r, const uint32_t G, const uint32_t R) {
+    const uint32_t end = (signs->first + signs->count + 7) / 8u;
+    uint32_t group = signs->first / 8u;
+    for (; group + G <= end; group += G)
+        sign_block(signs, group, r, G, R);
+    for (; group < end; group++)
+        sign_block(signs, group, r, 1, R);
 }
 
 AVX2 static void avx2_sign_dot(const bd_cpu_signs *signs) {
-    const uint32_t end = signs->first + signs->count;
-    for (uint32_t group = signs->first / 8u; 8 * group < end;) {
-        float sums[32];
-        const uint32_t groups = (end - 8 * group + 7) / 8u >= 4 ? 4 : 1;
-        if (groups == 4) {
-            signed_sums(signs, group, sums, 4);
-        } else {
-            signed_sums(signs, group, sums, 1);
-        }
-        for (uint32_t n = 8 * group; n < 8 * (group + groups) && n < end; n++) {
-            if (n < signs->first) continue; /* a neighbour's */
-            signs->y[n - signs->first] += signs->scale[n - signs->first] * sums[n - 8 * group];
-        }
-        group += groups;
+    uint32_t r = 0;
+    for (; r + 4 <= signs->rows; r += 4)
+        sign_rows(signs, r, 2, 4);
+    for (; r + 2 <= signs->rows; r += 2)
+        sign_rows(signs, r, 4, 2);
+    if (r < signs->rows) sign_rows(signs, r, 4, 1);
+}
+
+/* Weights and bits of the eight outputs of a group; i: of the first in dot. The sums run in the
+ * same order as in dot_block and sign_block. */
+INLINE void fused_block(const bd_cpu_dot *dot, const bd_cpu_signs *signs, uint32_t i) {
+    __m256 acc[8];
+    const uint8_t *w[8];
+    const float *x = dot->x[0], *table = signs->table[0];
+    const uint32_t group = (signs->first + i) / 8u;
+    signed_sum sum = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+    UNROLL for (uint32_t a = 0; a < 8; a++) {
+        w[a] = dot->w + (i + a) * dot->stride_bytes;
+        acc[a] = _mm256_setzero_ps();
     }
+    uint32_t k = 0;
+    for (uint32_t word = 0; word < signs->words; word++) {
+        const uint32_t end = dot->k - k < 32 ? dot->k / 8 * 8 : k + 32;
+        UNROLL for (uint32_t a = 0; a < 8; a++) {
+            if ((BD_PF1) != 0) prefetch(w[a], BD_PF1, k, BD_DTYPE_BF16);
+        }
+        for (; k < end; k += 8) {
+            const __m256 xs = _mm256_loadu_ps(x + k);
+            UNROLL for (uint32_t a = 0; a < 8; a++) acc[a] =
+                _mm256_fmadd_ps(xs, load8(w[a], k, BD_DTYPE_BF16), acc[a]);
+        }
+        __m256i bits = load_bits(signs, group, word);
+        UNROLL for (uint32_t t = 0; t < BD_CPU_TRIPLES; t++, table += 8) {
+            add_triple(&sum, _mm256_loadu_ps(table), bits);
+            bits = _mm256_srli_epi32(bits, 3);
+        }
+        if (word % BD_CPU_FOLD_WORDS == BD_CPU_FOLD_WORDS - 1) fold(&sum);
+    }
+    fold(&sum);
+    if (k < dot->k) {
+        const __m256 xs = _mm256_maskload_ps(x + k, first_lanes(dot->k - k));
+        UNROLL for (uint32_t a = 0; a < 8; a++) acc[a] =
+            _mm256_fmadd_ps(xs, load_last(w[a], k, dot->k - k, BD_DTYPE_BF16), acc[a]);
+    }
+    UNROLL for (uint32_t a = 0; a < 8; a++) dot->y[0][i + a] = lane_sum(acc[a]);
+    add_scaled(signs, group, 0, sum.total);
+}
+
+AVX2 static void avx2_dot_signs(const bd_cpu_dot *dot, const bd_cpu_signs *signs) {
+    BD_ASSERT(dot->rows == 1 && signs->rows == 1 && dot->n == signs->count && !dot->add);
+    for (uint32_t i = 0, next; i < dot->n; i = next) {
+        const uint32_t at = signs->first + i;
+        if (at % 8 == 0 && dot->n - i >= 8) {
+            fused_block(dot, signs, i);
+            next = i + 8;
+            continue;
+        }
+        /* The outputs around whole groups: a plane may begin or end within one. */
+        next = at / 8u * 8u + 8u - signs->first;
+        if (next > dot->n) next = dot->n;
+        bd_cpu_dot few = *dot;
+        bd_cpu_signs few_signs = *signs;
+        float *y = NULL;
+        bd_cpu_take(&few, &few_signs, i, next - i, &y);
+        avx2_dot_bf16(&few);
+        avx2_sign_dot(&few_signs);
+    }
+}
+
+INLINE void to_f32(float *dst, const uint8_t *src, bd_dtype dtype, uint32_t count) {
+    uint32_t i = 0;
+    for (; i + 8 <= count; i += 8)
+        _mm256_storeu_ps(dst + i, load8(src, i, dtype));
+    if (i < count)
+        _mm256_maskstore_ps(dst + i, first_lanes(count - i), load_last(src, i, count - i, dtype));
 }
 
 AVX2 static void avx2_to_f32(float *dst, const uint8_t *src, bd_dtype dtype, uint32_t count) {
     if (dtype == BD_DTYPE_F32) {
         memcpy(dst, src, (size_t)count * sizeof *dst);
     } else if (dtype == BD_DTYPE_BF16) {
-        for (uint32_t i = 0; i < count; i += 8)
-            _mm256_storeu_ps(dst + i, load8(src, i, BD_DTYPE_BF16));
+        to_f32(dst, src, BD_DTYPE_BF16, count);
     } else {
-        for (uint32_t i = 0; i < count; i += 8)
-            _mm256_storeu_ps(dst + i, load8(src, i, BD_DTYPE_F16));
+        to_f32(dst, src, BD_DTYPE_F16, count);
     }
 }
 
@@ -201,11 +345,17 @@ AVX2 static void avx2_add_signs(float *dst, const float *src, const uint8_t *bit
     for (uint32_t k = 0; k < count; k += 32) {
         uint32_t word;
         memcpy(&word, bits + k / 32u * BD_CPU_PLANE_STEP, sizeof word);
-        const uint32_t groups = count - k >= 32 ? 4 : (count - k) / 8u;
-        for (uint32_t g = 0; g < groups; g++) {
+        const uint32_t left = count - k < 32 ? count - k : 32;
+        for (uint32_t g = 0; 8 * g < left; g++) {
             const uint32_t at = k + 8 * g;
             const __m256 step = _mm256_xor_ps(wide, sign_mask(word, g));
-            _mm256_storeu_ps(dst + at, _mm256_add_ps(_mm256_loadu_ps(src + at), step));
+            if (8 * g + 8 <= left) {
+                _mm256_storeu_ps(dst + at, _mm256_add_ps(_mm256_loadu_ps(src + at), step));
+            } else {
+                const __m256i lanes = first_lanes(left - 8 * g);
+                const __m256 from = _mm256_maskload_ps(src + at, lanes);
+                _mm256_maskstore_ps(dst + at, lanes, _mm256_add_ps(from, step));
+            }
         }
     }
 }
@@ -246,6 +396,7 @@ static const bd_cpu_kernels avx2_kernels = {
             [BD_DTYPE_F16] = avx2_dot_f16},
     .sum_table = avx2_sum_table,
     .sign_dot = avx2_sign_dot,
+    .dot_signs = avx2_dot_signs,
     .to_f32 = avx2_to_f32,
     .add_signs = avx2_add_signs,
     .weighted_sum = avx2_weighted_sum,

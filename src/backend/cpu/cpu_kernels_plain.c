@@ -1,6 +1,6 @@
-/* cpu_kernels_plain.c - the inner loops in plain C: for machines without AVX2, and the second
- * opinion in tests. Sums run in eight lanes, as in the AVX2 file, so that both have errors of the
- * same size. Threads: any. */
+/* cpu_kernels_plain.c - the inner loops in plain C: for machines with neither AVX2 nor NEON, and
+ * the second opinion in tests. Sums run in eight lanes, as in the AVX2 file, so that both have
+ * errors of the same size. Threads: any. */
 #include <string.h>
 
 #include "bitdelta/base/half.h"
@@ -35,9 +35,10 @@ static void plain_dot(const bd_cpu_dot *dot, bd_dtype dtype) {
         for (uint32_t r = 0; r < dot->rows; r++) {
             float lanes[LANES] = {0};
             for (uint32_t k = 0; k < dot->k; k += LANES) {
+                const uint32_t count = dot->k - k < LANES ? dot->k - k : LANES;
                 float wide[LANES];
-                plain_to_f32(wide, w + k * dtype_bytes(dtype), dtype, LANES);
-                for (uint32_t l = 0; l < LANES; l++)
+                plain_to_f32(wide, w + k * dtype_bytes(dtype), dtype, count);
+                for (uint32_t l = 0; l < count; l++)
                     lanes[l] += dot->x[r][k + l] * wide[l];
             }
             dot->y[r][i] = (dot->add ? dot->y[r][i] : 0.0f) + lane_sum(lanes);
@@ -78,11 +79,11 @@ static void plain_sum_table(float *table, const float *x, uint32_t k) {
     }
 }
 
-static float plain_signed_sum(const bd_cpu_signs *signs, uint32_t n) {
+static float plain_signed_sum(const bd_cpu_signs *signs, const float *row_table, uint32_t n) {
     float sum = 0.0f, part = 0.0f;
     for (uint32_t w = 0; w < signs->words; w++) {
         uint32_t word = load_word(signs->plane + bd_cpu_plane_offset(signs->words, n, w));
-        const float *table = signs->table + (size_t)w * BD_CPU_TRIPLES * 8u;
+        const float *table = row_table + (size_t)w * BD_CPU_TRIPLES * 8u;
         for (uint32_t t = 0; t < BD_CPU_TRIPLES; t++, word >>= 3)
             part += table[8u * t + (word & 7u)];
         if (w % BD_CPU_FOLD_WORDS == BD_CPU_FOLD_WORDS - 1) {
@@ -94,8 +95,11 @@ static float plain_signed_sum(const bd_cpu_signs *signs, uint32_t n) {
 }
 
 static void plain_sign_dot(const bd_cpu_signs *signs) {
-    for (uint32_t i = 0; i < signs->count; i++) {
-        signs->y[i] += signs->scale[i] * plain_signed_sum(signs, signs->first + i);
+    for (uint32_t r = 0; r < signs->rows; r++) {
+        for (uint32_t i = 0; i < signs->count; i++) {
+            signs->y[r][i] +=
+                signs->scale[i] * plain_signed_sum(signs, signs->table[r], signs->first + i);
+        }
     }
 }
 

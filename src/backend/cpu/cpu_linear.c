@@ -236,26 +236,64 @@ static float *sum_table(const linear_job *job, uint32_t table_row) {
     return bd_cpu_f32(job->cpu, BD_CPU_TABLES) + table_row * bd_cpu_table_floats(job->k);
 }
 
-static void add_short_signs(const block *b, const bd_cpu_run *run) {
+static bd_cpu_signs signs_of(const block *b, const part *piece, uint32_t plane, uint32_t n) {
+    const bd_plane *bits = &piece->linear->planes[plane];
+    return (bd_cpu_signs){.plane = bits->bits,
+                          .scale = bits->scale + (n - piece->first),
+                          .first = n - piece->first,
+                          .count = piece->end - n,
+                          .words = bd_cpu_plane_words(b->job->k)};
+}
+
+/* The planes from `first_plane` on. */
+static void add_short_signs(const block *b, const bd_cpu_run *run, uint32_t first_plane) {
     const linear_job *job = b->job;
+    const float *tables[BD_CPU_SHORT_ROWS];
+    float *y[BD_CPU_SHORT_ROWS];
     part piece;
+    BD_ASSERT(run->count <= BD_CPU_SHORT_ROWS);
     for (uint32_t n = b->n0; n < b->n1; n = piece.end) {
         piece = part_at(b->to, run->overlay, n, b->n1);
         const uint32_t planes = piece.linear != NULL ? piece.linear->plane_count : 0;
-        for (uint32_t p = 0; p < planes; p++) {
-            const bd_plane *plane = &piece.linear->planes[p];
-            bd_cpu_signs signs = {.plane = plane->bits,
-                                  .scale = plane->scale + (n - piece.first),
-                                  .first = n - piece.first,
-                                  .count = piece.end - n,
-                                  .words = bd_cpu_plane_words(job->k)};
-            for (uint32_t r = 0; r < run->count; r++) {
-                signs.table = sum_table(job, run->table_row + r);
-                signs.y = b->y + (size_t)(run->first + r) * b->y_stride + (n - b->n0);
-                job->cpu->kernels->sign_dot(&signs);
-            }
+        for (uint32_t r = 0; r < run->count; r++) {
+            tables[r] = sum_table(job, run->table_row + r);
+            y[r] = b->y + (size_t)(run->first + r) * b->y_stride + (n - b->n0);
+        }
+        for (uint32_t p = first_plane; p < planes; p++) {
+            bd_cpu_signs signs = signs_of(b, &piece, p, n);
+            signs.table = tables;
+            signs.y = y;
+            signs.rows = run->count;
+            job->cpu->kernels->sign_dot(&signs);
         }
     }
+}
+
+/* The base product of a block's only row and its first plane in one pass, where that is possible.
+ */
+static bool base_and_signs(const block *b, const bd_cpu_run *run) {
+    const linear_job *job = b->job;
+    const bd_cpu_matrix *w = b->to->w;
+    if (run->count != 1 || run->table_row == BD_CPU_NO_TABLE || w->dtype != BD_DTYPE_BF16)
+        return false;
+    const part piece = part_at(b->to, run->overlay, b->n0, b->n1);
+    if (piece.linear == NULL || piece.linear->plane_count == 0 || piece.end != b->n1) return false;
+    if (job->cpu->kernels->dot_signs == NULL) return false;
+    const float *x = job->x + (size_t)run->first * job->k, *table = sum_table(job, run->table_row);
+    float *y = b->y + (size_t)run->first * b->y_stride;
+    bd_cpu_signs signs = signs_of(b, &piece, 0, b->n0);
+    signs.table = &table;
+    signs.y = &y;
+    signs.rows = 1;
+    job->cpu->kernels->dot_signs(&(bd_cpu_dot){.x = &x,
+                                               .y = &y,
+                                               .rows = 1,
+                                               .n = b->n1 - b->n0,
+                                               .k = job->k,
+                                               .w = matrix_row(w, b->n0, 0),
+                                               .stride_bytes = w->stride_bytes},
+                                 &signs);
+    return true;
 }
 
 static float *lora_row(const linear_job *job, uint32_t row, const target *to) {
@@ -271,27 +309,16 @@ static void add_lora(const block *b, const bd_cpu_run *run, const part *piece, u
     float *y = b->y + (size_t)run->first * b->y_stride + (n - b->n0);
     const float *t = lora_row(job, run->first, b->to);
     const uint32_t t_stride = TARGETS_MAX * BD_CPU_LORA_RANK_MAX;
-    if (rank % 8u == 0) {
-        const multiply_job m = {.x = t,
-                                .x_stride = t_stride,
-                                .tile = weights,
-                                .y = y,
-                                .y_stride = b->y_stride,
-                                .rows = run->count,
-                                .n = count,
-                                .depth = rank,
-                                .add = true};
-        multiply(job->cpu, &m);
-        return;
-    }
-    for (uint32_t r = 0; r < run->count; r++, y += b->y_stride, t += t_stride) {
-        for (uint32_t i = 0; i < count; i++) {
-            float sum = 0.0f;
-            for (uint32_t j = 0; j < rank; j++)
-                sum += weights[(size_t)i * rank + j] * t[j];
-            y[i] += sum;
-        }
-    }
+    const multiply_job m = {.x = t,
+                            .x_stride = t_stride,
+                            .tile = weights,
+                            .y = y,
+                            .y_stride = b->y_stride,
+                            .rows = run->count,
+                            .n = count,
+                            .depth = rank,
+                            .add = true};
+    multiply(job->cpu, &m);
 }
 
 /* What comes on top of the products: LoRA, then the bias, the overlay's if it has one. */
@@ -344,20 +371,24 @@ static void multiply_whole(const linear_job *job, const bd_cpu_run *run,
 
 static void compute_block(const block *b) {
     const linear_job *job = b->job;
+    const bd_cpu_run *only = NULL; /* of the shared ones, when their rows are one */
     uint32_t shared_rows = 0;
     bool any_long = false;
     for (uint32_t i = 0; i < job->run_count; i++) {
         if (is_long(b, &job->runs[i])) any_long = true;
-        if (is_shared(b, &job->runs[i])) shared_rows += job->runs[i].count;
+        if (!is_shared(b, &job->runs[i])) continue;
+        shared_rows += job->runs[i].count;
+        only = &job->runs[i];
     }
     const bool shared_tiled = shared_rows >= BD_CPU_DIRECT_ROWS;
     if (any_long || shared_tiled) base_and_long_tiled(b, shared_tiled);
-    if (shared_rows > 0 && !shared_tiled) base_direct(b);
+    const bd_cpu_run *fused = shared_rows == 1 && base_and_signs(b, only) ? only : NULL;
+    if (shared_rows > 0 && !shared_tiled && fused == NULL) base_direct(b);
     for (uint32_t i = 0; i < job->run_count; i++) {
         const bd_cpu_run *run = &job->runs[i];
         if (is_whole(b, run))
             multiply_whole(job, run, &run->overlay->full_head, b->n0, b->n1, b->y);
-        if (run->table_row != BD_CPU_NO_TABLE) add_short_signs(b, run);
+        if (run->table_row != BD_CPU_NO_TABLE) add_short_signs(b, run, run == fused ? 1 : 0);
         finish_run(b, run);
     }
 }
