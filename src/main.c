@@ -41,9 +41,11 @@ static int help_run(const bd_help_options *options, bd_error *err) {
 }
 
 static int generate_run(const bd_generate_options *o, bd_error *err) {
-    if (o->dtype != BD_OPTION_DTYPE_AUTO)
-        return exit_of(bd_fail(err, BD_E_UNSUPPORTED, "--dtype",
-                               "only auto: float32 on the CPU, bf16 on CUDA"));
+    if (o->dtype != BD_OPTION_DTYPE_AUTO) {
+        (void)bd_fail(err, BD_E_UNSUPPORTED, "--dtype",
+                      "only auto: float32 on the CPU, bf16 on CUDA");
+        return EXIT_USAGE;
+    }
     const bd_generate_request request = {.base_dir = o->base_path,
                                          .delta_dir = o->delta_dir,
                                          .finetuned_dir = o->finetuned_dir,
@@ -67,9 +69,10 @@ static int generate_run(const bd_generate_options *o, bd_error *err) {
 
 static int compress_run(const bd_compress_options *o, bd_error *err) {
     static const char *const embeddings[] = {"sign", "full", "base"};
-    if (o->calibrate_path)
-        return exit_of(
-            bd_fail(err, BD_E_UNSUPPORTED, "calibrate", "this build has no calibration"));
+    if (o->calibrate_path) {
+        (void)bd_fail(err, BD_E_UNSUPPORTED, "--calibrate", "this build has no calibration");
+        return EXIT_USAGE;
+    }
     const bd_compress_request request = {.base_dir = o->base_path,
                                          .finetuned_dir = o->finetuned_path,
                                          .out_dir = o->out_path,
@@ -90,8 +93,10 @@ static int compress_run(const bd_compress_options *o, bd_error *err) {
 static int run(const bd_invocation *invocation, bd_error *err) {
     switch (invocation->command) {
     case BD_COMMAND_SERVE: {
+        bool wrong_usage;
         bd_log_level_set((bd_log_level)invocation->serve.log_level);
-        return exit_of(bd_serve_run(&invocation->serve, err));
+        bd_status status = bd_serve_run(&invocation->serve, &wrong_usage, err);
+        return wrong_usage ? EXIT_USAGE : exit_of(status);
     }
     case BD_COMMAND_COMPRESS:
         return compress_run(&invocation->compress, err);

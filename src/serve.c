@@ -12,6 +12,7 @@
 #include <pthread.h>
 #include <semaphore.h>
 #include <signal.h>
+#include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -39,7 +40,9 @@ typedef struct server {
     bd_cache *cache;
     bd_router *router;
     pthread_mutex_t lock;
-    bd_engine *engine; /* guarded by lock: loader and http threads look at it */
+    bd_engine *engine;   /* guarded by lock: loader and http threads look at it */
+    bd_router *changing; /* guarded by lock: the router while it takes changes; signals' thread */
+    bool wrong_usage;    /* an option was refused that the command line may have given */
     char base_name[BD_VARIANT_NAME_MAX + 1];
     uint64_t progress_us; /* of the last line about loading */
     uint64_t load_started_us;
@@ -173,12 +176,25 @@ static bd_status open_tokenizer(server *s, bd_error *err) {
     return bd_tokenizer_load(&s->tokenizer, path, err);
 }
 
+/* An option that is well formed and cannot be honoured: wrong usage, unless a file may be at fault.
+ */
+static BD_PRINTF(4, 5) bd_status
+    refuse(server *s, bd_error *err, const char *option, const char *format, ...) {
+    char why[256];
+    va_list args;
+    va_start(args, format);
+    (void)vsnprintf(why, sizeof why, format, args);
+    va_end(args);
+    s->wrong_usage = !s->options->config_path;
+    return bd_fail(err, BD_E_UNSUPPORTED, option, "%s", why);
+}
+
 static bd_status open_model(server *s, bd_error *err) {
     const bd_serve_options *o = s->options;
     if (o->tensor_parallel != 1)
-        return bd_fail(err, BD_E_UNSUPPORTED, "tensor_parallel",
-                       "this build runs the model on one rank, %u were asked for",
-                       o->tensor_parallel);
+        return refuse(s, err, "tensor_parallel",
+                      "this build runs the model on one rank, %u were asked for",
+                      o->tensor_parallel);
     const bd_backend_ops *ops;
     char why[256] = "";
     bd_status status = bd_backend_select((bd_backend_choice)o->backend, &ops, why, sizeof why, err);
@@ -187,9 +203,8 @@ static bd_status open_model(server *s, bd_error *err) {
     const bool cuda = strcmp(ops->name, "cuda") == 0;
     if (o->dtype == BD_OPTION_DTYPE_FP16 || (cuda && o->dtype == BD_OPTION_DTYPE_FP32) ||
         (!cuda && o->dtype == BD_OPTION_DTYPE_BF16))
-        return bd_fail(err, BD_E_UNSUPPORTED, "dtype",
-                       "the %s backend computes in %s; leave dtype at auto", ops->name,
-                       cuda ? "bf16" : "float32");
+        return refuse(s, err, "dtype", "the %s backend computes in %s; leave dtype at auto",
+                      ops->name, cuda ? "bf16" : "float32");
     if ((status = open_tokenizer(s, err)) != BD_OK) return status;
     bd_model_options options;
     if ((status = model_options(s, ops, &options, err)) != BD_OK) return status;
@@ -296,6 +311,7 @@ static bd_status open_http(server *s, bd_error *err) {
                                      .keys = keys,
                                      .key_count = o->api_keys.count,
                                      .admin_key = o->admin_key,
+                                     .runtime_loading = o->runtime_loading,
                                      .metrics = s->metrics,
                                      .shard_count = o->http_threads,
                                      .connections_max = o->max_connections,
@@ -327,21 +343,59 @@ static bd_status base_name(server *s, bd_error *err) {
 }
 
 /* Keys that the configuration knows and this version cannot honour are refused, not ignored. */
-static bd_status refuse_absent(const bd_serve_options *o, bd_error *err) {
+static bd_status refuse_absent(server *s, bd_error *err) {
+    const bd_serve_options *o = s->options;
     if (o->tenants_path)
-        return bd_fail(err, BD_E_UNSUPPORTED, "tenants",
-                       "tenants are not supported by this version; use api_keys");
+        return refuse(s, err, "tenants", "tenants are not supported by this version; use api_keys");
     if (o->host_bytes)
-        return bd_fail(err, BD_E_UNSUPPORTED, "cache.host_bytes",
-                       "this version keeps no deltas in host memory; the page cache does");
+        return refuse(s, err, "cache.host_bytes",
+                      "this version keeps no deltas in host memory; the page cache does");
     return BD_OK;
+}
+
+static void set_changing(server *s, bd_router *router) {
+    pthread_mutex_lock(&s->lock);
+    s->changing = router;
+    pthread_mutex_unlock(&s->lock);
+}
+
+/* From here on variants may come and go; those wanted at once are on their way before traffic. */
+static bd_status start_changes(server *s, bd_error *err) {
+    const bd_string_list *prefetch = &s->options->prefetch;
+    bd_status status = bd_router_start(s->router, err);
+    if (status != BD_OK) return status;
+    bd_router_prefetch(s->router, (const char *const *)prefetch->items, prefetch->count);
+    set_changing(s, s->router);
+    return BD_OK;
+}
+
+static void rescan_done(bd_change *change) {
+    bd_change_clear(change);
+    free(change);
+}
+
+/* SIGHUP; on the thread of the signals. The outcome is in the log. */
+static void rescan(server *s) {
+    bd_change *change = calloc(1, sizeof *change);
+    bool posted = false;
+    pthread_mutex_lock(&s->lock);
+    if (change && s->changing) {
+        *change = (bd_change){.kind = BD_CHANGE_RESCAN, .done = rescan_done};
+        bd_router_change(s->changing, change);
+        posted = true;
+    }
+    pthread_mutex_unlock(&s->lock);
+    if (posted) return;
+    bd_log(BD_LOG_WARN, "serve", "signal=SIGHUP ignored: %s",
+           change ? "the server does not serve yet, or no more" : "out of memory");
+    free(change);
 }
 
 static bd_status open_all(server *s, bd_error *err) {
     bd_status status;
     s->metrics = bd_metrics_create(METRIC_SERIES_MAX);
     if (!s->metrics) return bd_fail(err, BD_E_MEMORY, "metrics", "out of memory");
-    if ((status = refuse_absent(s->options, err)) != BD_OK) return status;
+    if ((status = refuse_absent(s, err)) != BD_OK) return status;
     if ((status = base_name(s, err)) != BD_OK) return status;
     if ((status = open_http(s, err)) != BD_OK) return status;
     if ((status = open_model(s, err)) != BD_OK) return status;
@@ -349,13 +403,16 @@ static bd_status open_all(server *s, bd_error *err) {
     if ((status = open_engine(s, err)) != BD_OK) return status;
     if ((status = add_variants(s, err)) != BD_OK) return status;
     if ((status = bd_engine_start(s->engine, err)) != BD_OK) return status;
+    if ((status = start_changes(s, err)) != BD_OK) return status;
     return bd_http_server_attach(s->http, s->router, bd_model_fingerprint(s->model),
                                  bd_model_ops(s->model)->name, err);
 }
 
 static void close_all(server *s) {
+    set_changing(s, NULL);
     if (s->engine) bd_engine_stop(s->engine);
     if (s->http) bd_http_server_stop(s->http);
+    bd_router_stop(s->router); /* orders still waiting are answered, to nobody */
     bd_http_server_destroy(s->http);
     bd_engine_destroy(
         set_engine(s, NULL)); /* loads still running have nobody to wake from here on */
@@ -365,13 +422,13 @@ static void close_all(server *s) {
     bd_model_close(s->model);
     bd_tokenizer_destroy(s->tokenizer);
     bd_metrics_destroy(s->metrics);
-    pthread_mutex_destroy(&s->lock);
 }
 
 /* Signals have a thread of their own, so that they also end a load that takes long. SIGTERM and
  * SIGINT: before the server is ready and after the first one, the process ends at once by that
- * signal; else the main thread drains. SIGHUP: logged only. */
+ * signal; else the main thread drains. SIGHUP: the variants are looked at again. */
 typedef struct signals {
+    server *server;
     sigset_t set;
     sem_t drain;
     _Atomic bool ready;
@@ -386,7 +443,7 @@ static void *signals_run(void *ctx) {
         int number;
         if (sigwait(&g->set, &number) != 0) continue;
         if (number == SIGHUP) {
-            bd_log(BD_LOG_WARN, "serve", "signal=SIGHUP ignored: variants are read at start");
+            rescan(g->server);
             continue;
         }
         if (atomic_exchange(&g->ready, false)) {
@@ -426,12 +483,16 @@ static void signals_close(signals *g) {
     sem_destroy(&g->drain);
 }
 
-bd_status bd_serve_run(const bd_serve_options *options, bd_error *err) {
+bd_status bd_serve_run(const bd_serve_options *options, bool *wrong_usage, bd_error *err) {
     server s = {.options = options};
-    signals g = {.number = 0};
-    bd_status status = signals_open(&g, err);
-    if (status != BD_OK) return status;
+    signals g = {.server = &s};
+    *wrong_usage = false;
     pthread_mutex_init(&s.lock, NULL);
+    bd_status status = signals_open(&g, err);
+    if (status != BD_OK) {
+        pthread_mutex_destroy(&s.lock);
+        return status;
+    }
     if ((status = open_all(&s, err)) == BD_OK) {
         atomic_store(&g.ready, true);
         bd_log(BD_LOG_INFO, "serve", "ready address=%s admin=%s", bd_http_server_address(s.http),
@@ -442,8 +503,10 @@ bd_status bd_serve_run(const bd_serve_options *options, bd_error *err) {
                options->drain_seconds);
         bd_http_server_drain(s.http, options->drain_seconds);
     }
+    *wrong_usage = s.wrong_usage;
     close_all(&s);
     signals_close(&g);
+    pthread_mutex_destroy(&s.lock);
     if (status == BD_OK) bd_log(BD_LOG_INFO, "serve", "stopped");
     return status;
 }

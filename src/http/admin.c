@@ -7,6 +7,8 @@
 #include "bitdelta/base/clock.h"
 #include "internal.h"
 
+enum { SPARE_INFOS = 64 };
+
 static const char *const state_names[] = {
     [BD_VARIANT_ABSENT] = "absent",     [BD_VARIANT_QUEUED] = "queued",
     [BD_VARIANT_LOADING] = "loading",   [BD_VARIANT_READY] = "ready",
@@ -25,11 +27,16 @@ static double microseconds(uint64_t from_us, uint64_t to_us) {
     return to_us > from_us ? (double)(to_us - from_us) * 1e-6 : 0;
 }
 
-static void write_variant(const bd_variant_info *info, uint64_t now_us, bd_strbuf *out) {
+static void write_variant(const bd_router_info *whole, uint64_t now_us, bd_strbuf *out) {
+    const bd_variant_info *info = &whole->cache;
     bd_strbuf_puts(out, "{\"name\":");
     bd_strbuf_json_string(out, info->name, strlen(info->name));
     bd_strbuf_printf(out, ",\"state\":\"%s\",\"page_bytes\":%" PRIu64 ",\"file_bytes\":%" PRIu64,
                      state_names[info->state], info->page_bytes, info->file_bytes);
+    bd_strbuf_puts(out, ",\"digest\":\"");
+    for (size_t i = 0; i < sizeof whole->digest; i++)
+        bd_strbuf_printf(out, "%02x", whole->digest[i]);
+    bd_strbuf_printf(out, "\",\"retired\":%s", whole->retired ? "true" : "false");
     bd_strbuf_printf(out, ",\"pinned\":%s,\"protected\":%s", info->pinned ? "true" : "false",
                      info->protected_by_rate ? "true" : "false");
     bd_strbuf_printf(out,
@@ -51,25 +58,37 @@ static void write_variant(const bd_variant_info *info, uint64_t now_us, bd_strbu
     bd_strbuf_puts(out, "}");
 }
 
+typedef struct refused_list {
+    bd_strbuf *out;
+    uint32_t count;
+} refused_list;
+
+static void write_refused(void *ctx, const char *dir, const char *fault) {
+    refused_list *list = ctx;
+    bd_strbuf_puts(list->out, list->count++ > 0 ? ",{\"path\":" : "{\"path\":");
+    bd_strbuf_json_string(list->out, dir, strlen(dir));
+    bd_strbuf_puts(list->out, ",\"failure\":");
+    bd_strbuf_json_string(list->out, fault, strlen(fault));
+    bd_strbuf_puts(list->out, "}");
+}
+
 bool bd_admin_variants(bd_http_server *server, bd_strbuf *out, bd_api_error *err) {
-    uint32_t max = bd_router_served_count(server->router);
-    bd_variant_info *infos = calloc(max + 1u, sizeof *infos);
-    bd_error *failures = calloc(max + 1u, sizeof *failures); /* touched only where one failed */
-    if (!infos || !failures) {
-        free(infos);
-        free(failures);
-        return bd_api_fail(err, BD_API_INTERNAL, NULL, "The server is out of memory.");
-    }
-    uint32_t count = bd_router_infos(server->router, infos, failures, max);
+    /* Some may come, and some retired ones are listed too. */
+    uint32_t max = bd_router_served_count(server->router) + SPARE_INFOS;
+    bd_router_info *infos = calloc(max, sizeof *infos); /* failures are touched where one failed */
+    if (!infos) return bd_api_fail(err, BD_API_INTERNAL, NULL, "The server is out of memory.");
+    uint32_t count = bd_router_infos(server->router, infos, max);
     uint64_t now_us = bd_now_us();
     bd_strbuf_puts(out, "{\"variants\":[");
     for (uint32_t i = 0; i < count; i++) {
         if (i > 0) bd_strbuf_puts(out, ",");
         write_variant(&infos[i], now_us, out);
     }
-    bd_strbuf_puts(out, "]}");
     free(infos);
-    free(failures);
+    refused_list refused = {.out = out};
+    bd_strbuf_puts(out, "],\"refused\":[");
+    bd_router_refused(server->router, write_refused, &refused);
+    bd_strbuf_puts(out, "]}");
     return !out->failed || bd_api_fail(err, BD_API_INTERNAL, NULL, "The server is out of memory.");
 }
 
@@ -97,11 +116,13 @@ bool bd_admin_variant(bd_http_server *server, const char *argument, bd_strbuf *o
     name[slash - argument] = '\0';
     size_t bytes = bd_percent_decode(name);
     const bd_served *served = bd_router_find(server->router, name, bytes, 0);
+    bd_api_quoted quoted;
     if (!served)
-        return bd_api_fail(err, BD_API_MODEL, NULL, "The model '%.*s' does not exist.",
-                           bd_api_quote_bytes(name, bytes), name);
+        return bd_api_fail(err, BD_API_MODEL, NULL, "The model '%s' does not exist.",
+                           bd_api_quote(&quoted, name, bytes));
     bd_error fault = {0};
     bd_status status = bd_router_admin(server->router, verb, served, &fault);
+    bd_router_release(server->router, served);
     if (status == BD_OK || status == BD_AGAIN) {
         bd_strbuf_printf(out, "{\"ok\":true,\"pending\":%s}",
                          status == BD_AGAIN ? "true" : "false");

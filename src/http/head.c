@@ -118,6 +118,9 @@ static bool check_path(bd_request *request, bd_api_error *err) {
         memcpy(request->path, conn->path, sizeof request->path);
         request->route = bd_route_find(request->shard->admin, request->path, &request->argument);
     }
+    if (request->route && request->route->runtime &&
+        !request->shard->server->options.runtime_loading)
+        request->route = NULL;
     if (!request->route) return bd_api_fail(err, BD_API_URL, NULL, "Unknown URL.");
     if (strstr(request->path, "%00"))
         return bd_api_fail(err, BD_API_VALUE, NULL, "The path holds an encoded NUL byte.");
@@ -148,7 +151,8 @@ bool bd_head_check(bd_request *request, const char *method, uint64_t declared_by
     if (!check_method(request, method, err)) return false;
     const char *header =
         MHD_lookup_connection_value(request->connection, MHD_HEADER_KIND, "Authorization");
-    if (route->guarded && !bd_key_check(server, request->shard->admin, header, &request->tenant))
+    bool admin = request->shard->admin || (route->runtime && server->admin_guarded);
+    if (route->guarded && !bd_key_check(server, admin, header, &request->tenant))
         return bd_api_fail(err, BD_API_KEY, NULL, "Incorrect API key provided or no key given.");
     if (route->id != BD_ROUTE_HEALTH && !request->shard->admin &&
         atomic_load(&server->connection_count) > server->options.connections_max) {

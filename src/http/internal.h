@@ -34,7 +34,10 @@ typedef enum bd_route_id {
     BD_ROUTE_TOKENIZE,
     BD_ROUTE_DETOKENIZE,
     BD_ROUTE_ADMIN_VARIANTS,
-    BD_ROUTE_ADMIN_VARIANT
+    BD_ROUTE_ADMIN_VARIANT,
+    BD_ROUTE_ADMIN_RESCAN,
+    BD_ROUTE_LOAD_ADAPTER,
+    BD_ROUTE_UNLOAD_ADAPTER
 } bd_route_id;
 
 typedef struct bd_route {
@@ -44,6 +47,8 @@ typedef struct bd_route {
     const char *allow; /* real methods, HEAD and OPTIONS included */
     bool prefix, get, post, guarded;
     bool takes_body, needs_model, new_work;
+    bool runtime; /* on the public listener only with runtime_loading; the admin key guards it if
+                     there is one */
 } bd_route;
 
 typedef struct bd_server_key {
@@ -200,6 +205,8 @@ bool bd_health_error(const bd_http_server *server, bool draining_too,
 bool bd_admin_variants(bd_http_server *server, bd_strbuf *out, bd_api_error *err);
 bool bd_admin_variant(bd_http_server *server, const char *argument, bd_strbuf *out,
                       bd_api_error *err);
+/* admin_change.c: true: the answer comes later, from bd-scan or bd-sched. */
+bool bd_admin_change(bd_request *request, bd_api_error *err);
 /* handler.c: libmicrohttpd's callbacks, cls = shard */
 enum MHD_Result bd_handle(void *cls, struct MHD_Connection *connection, const char *url,
                           const char *method, const char *version, const char *upload_data,

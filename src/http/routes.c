@@ -23,10 +23,21 @@ static const bd_route public_routes[] = {
      .takes_body = true, .needs_model = true, .new_work = true},
     {BD_ROUTE_DETOKENIZE, "detokenize", "/detokenize", POST_ALLOW, .post = true, .guarded = true,
      .takes_body = true, .needs_model = true, .new_work = true},
+    {BD_ROUTE_LOAD_ADAPTER, "load_lora_adapter", "/v1/load_lora_adapter", POST_ALLOW, .post = true,
+     .guarded = true, .takes_body = true, .needs_model = true, .new_work = true, .runtime = true},
+    {BD_ROUTE_UNLOAD_ADAPTER, "unload_lora_adapter", "/v1/unload_lora_adapter", POST_ALLOW,
+     .post = true, .guarded = true, .takes_body = true, .needs_model = true, .new_work = true,
+     .runtime = true},
     {.path = NULL},
 };
 
 static const bd_route admin_routes[] = {
+    {BD_ROUTE_ADMIN_RESCAN, "admin_rescan", "/admin/rescan", POST_ALLOW, .post = true,
+     .guarded = true, .needs_model = true, .new_work = true},
+    {BD_ROUTE_LOAD_ADAPTER, "load_lora_adapter", "/v1/load_lora_adapter", POST_ALLOW, .post = true,
+     .guarded = true, .takes_body = true, .needs_model = true, .new_work = true},
+    {BD_ROUTE_UNLOAD_ADAPTER, "unload_lora_adapter", "/v1/unload_lora_adapter", POST_ALLOW,
+     .post = true, .guarded = true, .takes_body = true, .needs_model = true, .new_work = true},
     {BD_ROUTE_ADMIN_VARIANTS, "admin_variants", "/admin/variants", GET_ALLOW, .get = true,
      .guarded = true, .needs_model = true},
     {BD_ROUTE_ADMIN_VARIANT, "admin_variant", "/admin/variants/", POST_ALLOW, .prefix = true,

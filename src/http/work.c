@@ -104,6 +104,9 @@ static bool simple_route(bd_request *request, bd_openai *openai, bd_api_error *e
             "Chat completions are not supported by this server: it has no chat template. "
             "Use /v1/completions.");
     case BD_ROUTE_COMPLETIONS:
+    case BD_ROUTE_ADMIN_RESCAN:
+    case BD_ROUTE_LOAD_ADAPTER:
+    case BD_ROUTE_UNLOAD_ADAPTER:
     case BD_ROUTE_UNKNOWN:
     case BD_ROUTE_ANY:
         break;
@@ -111,14 +114,24 @@ static bool simple_route(bd_request *request, bd_openai *openai, bd_api_error *e
     return bd_api_fail(err, BD_API_INTERNAL, NULL, "The server had an internal error.");
 }
 
+/* Whether the answer comes later and from elsewhere. */
+static bool is_deferred(const bd_route *route) {
+    return route->id == BD_ROUTE_COMPLETIONS || route->id == BD_ROUTE_ADMIN_RESCAN ||
+           route->id == BD_ROUTE_LOAD_ADAPTER || route->id == BD_ROUTE_UNLOAD_ADAPTER;
+}
+
 void bd_work_run(bd_request *request) {
     bd_openai *openai = atomic_load(&request->shard->server->openai);
     bd_api_error err = {0};
-    bool is_completion = request->route->id == BD_ROUTE_COMPLETIONS;
-    bool ok = is_completion ? start_completion(request, openai, &err)
-                            : simple_route(request, openai, &err);
+    bool deferred = is_deferred(request->route), ok;
+    if (!deferred)
+        ok = simple_route(request, openai, &err);
+    else if (request->route->id == BD_ROUTE_COMPLETIONS)
+        ok = start_completion(request, openai, &err);
+    else
+        ok = bd_admin_change(request, &err);
     bd_request_drop_body(request);
-    if (ok && is_completion) return; /* the sinks go on */
+    if (ok && deferred) return;
     if (ok)
         request->reply.status = MHD_HTTP_OK;
     else

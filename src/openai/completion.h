@@ -40,7 +40,7 @@ typedef struct bd_choice {
 
 struct bd_completion {
     const bd_openai *openai;
-    const bd_served *served;
+    const bd_served *served; /* held */
     uint32_t tenant;
     bd_completion_request request;
     bd_prompt_state *prompts; /* [request.prompt_count] */
@@ -77,6 +77,7 @@ void bd_completion_write_usage_event(bd_completion *completion, bd_strbuf *out);
 void bd_completion_write_body(bd_completion *completion, bd_strbuf *out);
 bool bd_completion_write_head(bd_completion *completion);
 /* openai.c */
+/* *out is to be released. */
 bool bd_openai_find_model(const bd_openai *openai, uint32_t tenant, const bd_text *model,
                           const bd_served **out, bd_api_error *err);
 void bd_openai_fingerprint(const bd_openai *openai, const bd_served *served, char out[24]);

@@ -36,12 +36,21 @@ const char *bd_api_code(bd_api_kind kind) {
     return rows[kind].code;
 }
 
-int bd_api_quote_bytes(const char *text, size_t bytes) {
-    if (bytes <= 100) return (int)bytes;
-    size_t cut = 100;
-    while (cut > 0 && ((unsigned char)text[cut] & 0xC0u) == 0x80u)
+const char *bd_api_quote(bd_api_quoted *out, const char *text, size_t bytes) {
+    size_t cut = bytes <= 100 ? bytes : 100;
+    while (cut > 0 && cut < bytes && ((unsigned char)text[cut] & 0xC0u) == 0x80u)
         cut--;
-    return (int)cut;
+    char *to = out->text;
+    for (size_t i = 0; i < cut; i++) {
+        if (text[i] != '\0') {
+            *to++ = text[i];
+            continue;
+        }
+        memcpy(to, "\xEF\xBF\xBD", 3);
+        to += 3;
+    }
+    *to = '\0';
+    return out->text;
 }
 
 void bd_api_error_write(const bd_api_error *err, bd_strbuf *out) {

@@ -74,8 +74,9 @@ bool bd_openai_find_model(const bd_openai *openai, uint32_t tenant, const bd_tex
     }
     *out = bd_router_find(openai->router, model->data, model->bytes, tenant);
     if (*out) return true;
-    return bd_api_fail(err, BD_API_MODEL, "model", "The model '%.*s' does not exist.",
-                       bd_api_quote_bytes(model->data, model->bytes), model->data);
+    bd_api_quoted quoted;
+    return bd_api_fail(err, BD_API_MODEL, "model", "The model '%s' does not exist.",
+                       bd_api_quote(&quoted, model->data, model->bytes));
 }
 
 static void write_card(const bd_served *served, bd_strbuf *out) {
@@ -99,16 +100,16 @@ static void write_card(const bd_served *served, bd_strbuf *out) {
 }
 
 bool bd_openai_models(const bd_openai *openai, uint32_t tenant, bd_strbuf *out, bd_api_error *err) {
-    uint32_t written = 0;
+    uint32_t count = 0;
+    const bd_served **list = bd_router_list(openai->router, tenant, &count);
+    if (!list) return bd_out_of_memory(err);
     bd_strbuf_puts(out, "{\"object\":\"list\",\"data\":[");
-    for (uint32_t i = 0; i < bd_router_served_count(openai->router); i++) {
-        const bd_served *served = bd_router_served_at(openai->router, i);
-        if (bd_router_find(openai->router, served->name, strlen(served->name), tenant) != served)
-            continue;
-        if (written++ > 0) bd_strbuf_puts(out, ",");
-        write_card(served, out);
+    for (uint32_t i = 0; i < count; i++) {
+        if (i > 0) bd_strbuf_puts(out, ",");
+        write_card(list[i], out);
     }
     bd_strbuf_puts(out, "]}");
+    bd_router_list_release(openai->router, list, count);
     return !out->failed || bd_out_of_memory(err);
 }
 
@@ -117,6 +118,7 @@ bool bd_openai_model(const bd_openai *openai, uint32_t tenant, const char *id, s
     const bd_served *served = NULL;
     if (!bd_openai_find_model(openai, tenant, &(bd_text){id, id_bytes}, &served, err)) return false;
     write_card(served, out);
+    bd_router_release(openai->router, served);
     return !out->failed || bd_out_of_memory(err);
 }
 
@@ -183,6 +185,7 @@ void bd_completion_destroy(bd_completion *completion) {
     if (completion->reserved)
         bd_router_unreserve(completion->openai->router, completion->served, completion->tenant,
                             completion->choice_count);
+    bd_router_release(completion->openai->router, completion->served);
     for (uint32_t i = 0; completion->choices && i < completion->choice_count; i++)
         choice_deinit(&completion->choices[i]);
     for (uint32_t i = 0; completion->prompts && i < completion->request.prompt_count; i++) {

@@ -84,6 +84,7 @@ bool bd_openai_tokenize(const bd_openai *openai, uint32_t tenant, const char *bo
     if (ok) write_tokens(served, &tokens, request.return_token_strs, out);
     if (ok && out->failed) ok = bd_out_of_memory(err);
     bd_token_vec_deinit(&tokens);
+    bd_router_release(openai->router, served);
     bd_arena_destroy(context.arena);
     return ok;
 }
@@ -149,6 +150,7 @@ bool bd_openai_detokenize(const bd_openai *openai, uint32_t tenant, const char *
         if (out->failed) ok = bd_out_of_memory(err);
     }
     bd_strbuf_deinit(&text);
+    bd_router_release(openai->router, served);
     bd_arena_destroy(context.arena);
     return ok;
 }

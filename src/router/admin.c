@@ -13,8 +13,7 @@ typedef struct admin_call {
     pthread_cond_t answered;
     bool done; /* guarded by lock */
     /* infos */
-    bd_variant_info *infos;
-    bd_error *failures; /* NULL: not wanted */
+    bd_router_info *infos;
     uint32_t max, count;
     /* orders */
     bd_admin_verb verb;
@@ -45,28 +44,33 @@ static void answer(admin_call *call) {
     pthread_mutex_unlock(&call->lock);
 }
 
+static void fill_info(bd_router_info *info, const bd_router_queue *queue, uint64_t now_us) {
+    memset(info, 0, sizeof *info);
+    bd_cache_info(queue->router->options.cache, queue->served.variant, now_us, &info->cache);
+    memcpy(info->name, queue->served.name, sizeof info->name);
+    memcpy(info->digest, queue->served.digest, sizeof info->digest);
+    info->cache.name = info->name;
+    info->retired = queue->retired;
+    if (!info->cache.failure) return;
+    info->failure = *info->cache.failure; /* bd-sched's memory */
+    info->cache.failure = &info->failure;
+}
+
 static void run_infos(bd_call *base, bd_engine *engine) {
     admin_call *call = (admin_call *)base;
     const bd_router *router = call->router;
     uint64_t now_us = bd_now_us();
     (void)engine;
-    for (uint32_t i = 1; i < router->queue_count && call->count < call->max; i++) {
-        bd_variant_info *info = &call->infos[call->count++];
-        memset(info, 0, sizeof *info);
-        bd_cache_info(router->options.cache, router->queues[i]->served.variant, now_us, info);
-        info->name = router->queues[i]->served.name;
-        const bd_error *failure = info->failure; /* bd-sched's memory */
-        info->failure = NULL;
-        if (!failure || !call->failures) continue;
-        call->failures[i - 1] = *failure;
-        info->failure = &call->failures[i - 1];
-    }
+    for (uint32_t i = 1; i < router->queue_count && call->count < call->max; i++)
+        fill_info(&call->infos[call->count++], router->queues[i], now_us);
+    for (const bd_router_queue *q = router->retired_first; q && call->count < call->max;
+         q = q->next_retired)
+        fill_info(&call->infos[call->count++], q, now_us);
     answer(call);
 }
 
-uint32_t bd_router_infos(bd_router *router, bd_variant_info *out, bd_error *failures,
-                         uint32_t max) {
-    admin_call call = {.router = router, .infos = out, .failures = failures, .max = max};
+uint32_t bd_router_infos(bd_router *router, bd_router_info *out, uint32_t max) {
+    admin_call call = {.router = router, .infos = out, .max = max};
     ask(&call, run_infos);
     return call.count;
 }

@@ -1,10 +1,12 @@
 /* internal.h - the router's own structures.
- * The registry (queues, names) is built before the engine starts and never changes afterwards, so
- * any thread may read it. `reserved`, `jobs` and the flags are atomics; all other state is
- * bd-sched's. */
+ * The registry (queues, names) is written by the builder until the engine runs and by bd-sched
+ * afterwards, under names_lock; others read it under that lock, bd-sched without. What bd-scan
+ * decides it hands to bd-sched as bd_registry_ops and waits, so it may read without the lock too.
+ * `reserved`, `jobs` and the flags are atomics; all other state is bd-sched's. */
 #ifndef BITDELTA_SRC_ROUTER_INTERNAL_H
 #define BITDELTA_SRC_ROUTER_INTERNAL_H
 
+#include <pthread.h>
 #include <stdatomic.h>
 
 #include "bitdelta/base/map.h"
@@ -30,10 +32,28 @@ typedef struct bd_router_series { /* of one served name; made with its first req
 
 typedef enum bd_lease_state { BD_LEASE_NONE, BD_LEASE_WAITING, BD_LEASE_HELD } bd_lease_state;
 
+typedef struct bd_variant_mark { /* does a directory still hold what was read? */
+    uint64_t manifest, side_files;
+} bd_variant_mark;
+
+typedef struct bd_source { /* a variant that was added by itself */
+    char *name;            /* NULL: delta.json's */
+    char *dir;
+    bool pin;
+} bd_source;
+
 typedef struct bd_router_queue { /* one per served name, the base included */
     bd_served served;
     bd_router *router;
-    char *dir;               /* owned */
+    char *dir;           /* owned */
+    atomic_uint holders; /* the registry and all who found it; not counted for the base */
+    bd_call retire_call; /* to bd-sched when nobody holds it any more */
+    bool retired;        /* not in the registry: in router->retired */
+    struct bd_router_queue *prev_retired, *next_retired;
+    /* bd-scan (before that: the builder): */
+    char *given_name; /* owned; NULL: the name is delta.json's */
+    bool pin;
+    bd_variant_mark mark;
     bd_tokenizer *tokenizer; /* owned; NULL: the base's */
     /* bd-sched: */
     bd_cache_waiter waiter;
@@ -55,11 +75,51 @@ typedef struct bd_router_choice {
     uint64_t last_token_us;
 } bd_router_choice;
 
+/* One change of the registry: before goes, after comes; either may be NULL. */
+typedef struct bd_registry_op {
+    bd_router_queue *before, *after;
+    bd_delta *delta;                    /* of after; taken, also when the change fails */
+    char name[BD_VARIANT_NAME_MAX + 1]; /* of before: it may be gone afterwards */
+    bd_status status;                   /* not BD_OK: nothing changed, after is the caller's */
+    bd_error err;
+} bd_registry_op;
+
+typedef struct bd_refusal {
+    char *dir, *fault;
+} bd_refusal;
+
+/* Somebody who wants a variant resident; bd-sched only once posted. */
+typedef struct bd_load_wait {
+    bd_call call; /* first member */
+    bd_router *router;
+    const bd_served *served; /* held */
+    bd_cache_waiter waiter;
+    bool waiting;    /* on the cache's list; else it asks for pages */
+    bool while_free; /* give up when pages would have to be freed */
+    uint64_t ask_us, give_up_us;
+    struct bd_load_wait *prev, *next;
+    /* BD_OK resident; BD_BUSY no pages; BD_E_VARIANT with the load's error; BD_E_SHUTDOWN. */
+    void (*done)(struct bd_load_wait *wait, bd_status status, const bd_error *err);
+    bd_change *change;
+} bd_load_wait;
+
 struct bd_router {
     bd_router_options options;
+    pthread_mutex_t names_lock;
     bd_map *names;
     bd_router_queue **queues; /* the base first, then by name */
     uint32_t queue_count, queue_cap;
+    /* bd-scan (before that: the builder): */
+    bd_source *sources;
+    uint32_t source_count;
+    char **roots; /* directories of variants */
+    uint32_t root_count;
+    bd_refusal *refusals; /* guarded by names_lock */
+    uint32_t refusal_count;
+    bd_mailbox *changes;
+    pthread_t scan_thread;
+    bool scanning; /* the thread runs */
+    atomic_bool scan_stop;
     _Atomic uint32_t reserved; /* choices promised room or queued */
     _Atomic uint32_t jobs;     /* submitted, done() not called */
     _Atomic uint32_t started_per_s;
@@ -67,6 +127,9 @@ struct bd_router {
     /* bd-sched: */
     bool closed;
     bd_error closed_error;
+    bd_router_queue *retired_first;
+    bd_load_wait *loads_first;
+    uint32_t loads_asking;
     bd_router_queue *active_first, *active_last, *cursor;
     uint32_t refused_count;    /* active queues with refused_us != 0 */
     bd_router_queue *squeezer; /* the cold variant that others give way to */
@@ -98,6 +161,48 @@ void bd_squeeze_end(bd_router *router);
 bd_status bd_job_start_choice(bd_job *job, bd_router_queue *queue, uint64_t now_us, bd_error *err);
 /* The job may be gone afterwards. */
 void bd_job_fail(bd_job *job, bd_status status, const bd_error *err, uint32_t retry_after_s);
+
+/* registry.c */
+bd_router_queue *bd_queue_create(bd_router *router, const char *name, const char *dir);
+void bd_queue_free(bd_router_queue *queue);
+bd_status bd_name_taken(const bd_router_queue *holder, const char *name, const char *dir,
+                        bd_error *err);
+/* Makes the changes on bd-sched, a few at a time, and waits; before the engine runs, here. */
+void bd_registry_apply(bd_router *router, bd_registry_op *ops, uint32_t count);
+
+/* variant.c: any thread */
+/* Everything of a variant's directory but its shards. given_name NULL: delta.json's. */
+bd_status bd_variant_open(bd_router *router, const char *given_name, const char *dir,
+                          bd_router_queue **out, bd_delta *delta, bd_error *err);
+bd_variant_mark bd_variant_mark_of(const char *dir);
+void bd_queue_take_config(bd_router_queue *queue, const bd_model_config *config);
+
+/* scan.c: bd-scan, or the builder */
+typedef void (*bd_fault_report)(void *ctx, const char *dir, const bd_error *err);
+/* Sub-directories of roots from `first_root` on. all: the sources too, and what is not found any
+ * more goes. */
+bd_status bd_scan_run(bd_router *router, bool all, uint32_t first_root, bd_fault_report report,
+                      void *report_ctx, bd_change *change, bd_error *err);
+/* One more variant, or another in the place of the one that has its name and is `before`. */
+bd_status bd_scan_add(bd_router *router, const char *name, const char *dir, bool pin,
+                      bd_router_queue *before, bd_error *err);
+void bd_scan_refusals_clear(bd_router *router);
+void bd_scan_refuse(bd_router *router, const char *dir, const bd_error *err);
+
+/* sources.c */
+bd_status bd_sources_add(bd_router *router, const char *name, const char *dir, bool pin,
+                         bd_error *err);
+void bd_sources_remove(bd_router *router, const char *name, const char *dir);
+bd_status bd_roots_add(bd_router *router, const char *dir, bd_error *err);
+void bd_sources_free(bd_router *router);
+
+/* loads.c: begin from any thread that knows the entry to live, the rest on bd-sched. BD_E_MEMORY:
+ * done() will not come. done NULL: a failure is the cache's to log, nobody else waits. */
+bd_status bd_load_begin(bd_router *router, const bd_served *served, bool while_free,
+                        void (*done)(bd_load_wait *wait, bd_status status, const bd_error *err),
+                        bd_change *change);
+void bd_loads_before_step(bd_router *router, uint64_t now_us, bool cache_changed);
+void bd_loads_close(bd_router *router, const bd_error *err);
 
 /* series.c: bd-sched only */
 void bd_series_prepare(bd_router_queue *queue);

@@ -221,6 +221,7 @@ static void update_rate(bd_router *router, uint64_t now_us) {
 void bd_router_before_step(void *ctx, uint64_t now_us, bool cache_changed) {
     bd_router *router = ctx;
     update_rate(router, now_us);
+    bd_loads_before_step(router, now_us, cache_changed);
     if (router->active_first) {
         ask_all(router, now_us, cache_changed);
         bd_squeeze_update(router, now_us);
@@ -235,7 +236,8 @@ void bd_router_before_step(void *ctx, uint64_t now_us, bool cache_changed) {
 
 uint64_t bd_router_next_wake_us(void *ctx, uint64_t now_us) {
     const bd_router *router = ctx;
-    return router->refused_count > 0 ? now_us + BD_ROUTER_ASK_AGAIN_US : UINT64_MAX;
+    return router->refused_count + router->loads_asking > 0 ? now_us + BD_ROUTER_ASK_AGAIN_US
+                                                            : UINT64_MAX;
 }
 
 void bd_router_closed(void *ctx, const bd_error *err) {
@@ -244,4 +246,5 @@ void bd_router_closed(void *ctx, const bd_error *err) {
     router->closed_error = *err;
     while (router->active_first)
         fail_all(router->active_first, err->status, err, 0);
+    bd_loads_close(router, err);
 }

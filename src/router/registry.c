@@ -1,47 +1,37 @@
-/* registry.c - served names: what a name stands for, checked when it is added. Threads: the
- * builder's until the engine starts; read-only afterwards. */
-#include <dirent.h>
-#include <errno.h>
+/* registry.c - served names: what a name stands for, who holds it, and how it comes and goes.
+ * Threads: find, release and list any; changes are made on bd-sched, by the builder until the
+ * engine runs. */
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "bitdelta/base/clock.h"
-#include "bitdelta/base/file.h"
 #include "internal.h"
 
-enum { PATH_BYTES = 4096 };
+enum { OPS_PER_CALL = 32 }; /* bd-sched makes so many changes between two steps */
 
-static void queue_free(bd_router_queue *queue) {
+void bd_queue_free(bd_router_queue *queue) {
     if (!queue) return;
     bd_tokenizer_destroy(queue->tokenizer);
     free(queue->dir);
+    free(queue->given_name);
     free(queue);
 }
 
-static bd_router_queue *queue_create(bd_router *router, const char *dir) {
+bd_router_queue *bd_queue_create(bd_router *router, const char *name, const char *dir) {
     bd_router_queue *queue = calloc(1, sizeof *queue);
     if (!queue) return NULL;
     queue->dir = strdup(dir ? dir : "");
-    if (!queue->dir) {
-        free(queue);
+    if (name) queue->given_name = strdup(name);
+    if (!queue->dir || (name && !queue->given_name)) {
+        bd_queue_free(queue);
         return NULL;
     }
+    atomic_init(&queue->holders, 1); /* the registry, once it is in there */
     queue->router = router;
     queue->served.dir = queue->dir;
     queue->served.internal = queue;
     queue->served.created_s = bd_wall_seconds();
     return queue;
-}
-
-static void take_config(bd_router_queue *queue, const bd_router *router,
-                        const bd_model_config *config) {
-    bd_served *served = &queue->served;
-    uint32_t limit = bd_model_max_len(router->options.model);
-    served->max_model_len = config->max_positions < limit ? config->max_positions : limit;
-    served->vocab = config->vocab;
-    served->eos_count = config->eos_count;
-    memcpy(served->eos_ids, config->eos_ids, sizeof served->eos_ids);
 }
 
 /* Room first, so that nothing can fail once the name is in the map. */
@@ -55,24 +45,6 @@ static bd_status reserve_slot(bd_router *router, bd_error *err) {
     return BD_OK;
 }
 
-static bd_status claim_name(bd_router *router, bd_router_queue *queue, const char *name,
-                            bd_error *err) {
-    size_t bytes = strlen(name);
-    const char *fault = bd_variant_name_fault(name);
-    if (fault)
-        return bd_fail(err, BD_E_ARGUMENT, queue->dir, "%s: the name \"%.128s\" %s", queue->dir,
-                       name, fault);
-    memcpy(queue->served.name, name, bytes + 1);
-    bd_status status = bd_map_put(router->names, name, bytes, queue);
-    if (status == BD_BUSY) {
-        const bd_router_queue *holder = bd_map_get(router->names, name, bytes);
-        return bd_fail(err, BD_E_ARGUMENT, name, "the name is taken by %s; %s is refused",
-                       holder->dir, queue->dir);
-    }
-    if (status != BD_OK) return bd_fail(err, status, name, "out of memory for the name");
-    return BD_OK;
-}
-
 static void insert_sorted(bd_router *router, bd_router_queue *queue) {
     uint32_t at = router->queue_count++;
     while (at > 1 && strcmp(router->queues[at - 1]->served.name, queue->served.name) > 0) {
@@ -82,20 +54,57 @@ static void insert_sorted(bd_router *router, bd_router_queue *queue) {
     router->queues[at] = queue;
 }
 
-static bd_status add_base(bd_router *router, bd_error *err) {
+bd_status bd_name_taken(const bd_router_queue *holder, const char *name, const char *dir,
+                        bd_error *err) {
+    return bd_fail(err, BD_E_ARGUMENT, name, "the name is taken by %s; %s is refused", holder->dir,
+                   dir);
+}
+
+/* With names_lock. */
+static bd_status put_name(bd_router *router, bd_router_queue *queue, bd_error *err) {
+    const char *name = queue->served.name;
     bd_status status = reserve_slot(router, err);
     if (status != BD_OK) return status;
-    bd_router_queue *queue = queue_create(router, router->options.base_dir);
+    status = bd_map_put(router->names, name, strlen(name), queue);
+    if (status == BD_BUSY)
+        return bd_name_taken(bd_map_get(router->names, name, strlen(name)), name, queue->dir, err);
+    if (status != BD_OK) return bd_fail(err, status, name, "out of memory for the name");
+    insert_sorted(router, queue);
+    return BD_OK;
+}
+
+static void take_name(bd_router *router, const bd_router_queue *queue) {
+    (void)bd_map_take(router->names, queue->served.name, strlen(queue->served.name));
+    uint32_t at = 0;
+    while (router->queues[at] != queue)
+        at++;
+    router->queue_count--;
+    memmove(&router->queues[at], &router->queues[at + 1],
+            (router->queue_count - at) * sizeof(bd_router_queue *));
+}
+
+static bd_status add_base(bd_router *router, bd_error *err) {
+    bd_router_queue *queue = bd_queue_create(router, NULL, router->options.base_dir);
     if (!queue) return bd_fail(err, BD_E_MEMORY, "registry", "out of memory for the base's entry");
-    queue->served.is_base = true;
-    queue->served.tokenizer = router->options.tokenizer;
-    take_config(queue, router, bd_model_config_of(router->options.model));
-    if ((status = claim_name(router, queue, router->options.base_name, err)) != BD_OK) {
-        queue_free(queue);
+    const bd_model_config *config = bd_model_config_of(router->options.model);
+    bd_served *served = &queue->served;
+    const char *fault = bd_variant_name_fault(router->options.base_name);
+    bd_status status = BD_OK;
+    if (fault)
+        status = bd_fail(err, BD_E_ARGUMENT, queue->dir, "%s: the name \"%.128s\" %s", queue->dir,
+                         router->options.base_name, fault);
+    if (status == BD_OK) {
+        memcpy(served->name, router->options.base_name, strlen(router->options.base_name) + 1);
+        served->is_base = true;
+        served->tokenizer = router->options.tokenizer;
+        bd_queue_take_config(queue, config);
+        status = put_name(router, queue, err);
+    }
+    if (status != BD_OK) {
+        bd_queue_free(queue);
         return status;
     }
-    router->queues[router->queue_count++] = queue;
-    router->options.base_name = queue->served.name;
+    router->options.base_name = served->name;
     router->options.base_dir = queue->dir;
     return BD_OK;
 }
@@ -107,7 +116,8 @@ bd_status bd_router_create(const bd_router_options *options, bd_router **out, bd
     bd_router *router = calloc(1, sizeof *router);
     if (!router) return bd_fail(err, BD_E_MEMORY, "router", "out of memory for the router");
     router->options = *options;
-    bd_status status = BD_OK;
+    pthread_mutex_init(&router->names_lock, NULL);
+    bd_status status = bd_mailbox_create(&router->changes, 0, false, err);
     router->names = bd_map_create(64);
     if (!router->names) status = bd_fail(err, BD_E_MEMORY, "router", "out of memory for names");
     if (status == BD_OK) status = add_base(router, err);
@@ -126,12 +136,22 @@ bd_status bd_router_create(const bd_router_options *options, bd_router **out, bd
 
 void bd_router_destroy(bd_router *router) {
     if (!router) return;
+    bd_router_stop(router);
     for (uint32_t i = 0; i < router->queue_count; i++) {
         BD_ASSERT(!router->queues[i]->first);
-        queue_free(router->queues[i]);
+        bd_queue_free(router->queues[i]);
     }
+    while (router->retired_first) { /* somebody never released it */
+        bd_router_queue *queue = router->retired_first;
+        router->retired_first = queue->next_retired;
+        bd_queue_free(queue);
+    }
+    bd_scan_refusals_clear(router);
+    bd_sources_free(router);
     free(router->queues);
     bd_map_destroy(router->names);
+    bd_mailbox_destroy(router->changes);
+    pthread_mutex_destroy(&router->names_lock);
     free(router);
 }
 
@@ -146,137 +166,178 @@ bd_engine_hooks bd_router_hooks(bd_router *router) {
                              .closed = bd_router_closed};
 }
 
-/* ---- Variants ---- */
+/* ---- Holders ---- */
 
-static bd_status load_tokenizer(bd_router *router, bd_router_queue *queue, bd_error *err) {
-    char path[PATH_BYTES];
-    queue->served.tokenizer = router->options.tokenizer;
-    bd_status status = bd_path_join(path, sizeof path, queue->dir, "tokenizer.json", err);
-    if (status != BD_OK) return status;
-    if (!bd_file_exists(path)) return BD_OK; /* the base's */
-    status = bd_tokenizer_load(&queue->tokenizer, path, err);
-    if (status == BD_OK) queue->served.tokenizer = queue->tokenizer;
-    return status;
+/* Nobody holds it and nobody can find it: its jobs are over. */
+static void run_retire(bd_call *call, bd_engine *engine) {
+    bd_router_queue *queue =
+        (bd_router_queue *)(void *)((char *)call - offsetof(bd_router_queue, retire_call));
+    bd_router *router = queue->router;
+    (void)engine;
+    BD_ASSERT(queue->retired && !queue->first && queue->lease_state == BD_LEASE_NONE);
+    if (queue->prev_retired)
+        queue->prev_retired->next_retired = queue->next_retired;
+    else
+        router->retired_first = queue->next_retired;
+    if (queue->next_retired) queue->next_retired->prev_retired = queue->prev_retired;
+    bd_cache_forget(router->options.cache, queue->served.variant);
+    bd_queue_free(queue);
 }
 
-/* Here already and not only when it is loaded, so that what cannot be served is not listed. */
-static bd_status check_base(const bd_router *router, const bd_delta *delta, bd_error *err) {
-    const char *fingerprint = bd_model_fingerprint(router->options.model);
-    if (strcmp(delta->base_fingerprint, fingerprint) == 0) return BD_OK;
-    return bd_fail(
-        err, BD_E_MISMATCH, delta->dir,
-        "%s: variant %s was made for base %s with fingerprint %.8s, the base served here "
-        "has %.8s",
-        delta->dir, delta->variant, delta->base, delta->base_fingerprint, fingerprint);
+void bd_router_release(bd_router *router, const bd_served *served) {
+    if (!served || served->is_base) return;
+    bd_router_queue *queue = bd_queue_of(served);
+    unsigned before = atomic_fetch_sub(&queue->holders, 1);
+    BD_ASSERT(before > 0);
+    if (before > 1) return;
+    queue->retire_call.run = run_retire;
+    bd_engine_post(router->options.engine, &queue->retire_call);
 }
 
-/* Everything of the directory but the delta itself. */
-static bd_status read_side_files(bd_router *router, bd_router_queue *queue, bd_error *err) {
-    bd_model_config config;
-    bd_status status = bd_model_config_read_variant(
-        queue->dir, bd_model_config_of(router->options.model), &config, err);
-    if (status != BD_OK) return status;
-    uint32_t most = bd_model_logits_width(router->options.model);
-    if (config.vocab > most)
-        return bd_fail(err, BD_E_UNSUPPORTED, "vocab_size",
-                       "%s: vocab_size %u, there is room for %u", queue->dir, config.vocab, most);
-    take_config(queue, router, &config);
-    return load_tokenizer(router, queue, err);
-}
-
-bd_status bd_router_add_variant(bd_router *router, const char *name, const char *dir, bool pinned,
-                                bd_error *err) {
-    bd_delta delta;
-    bd_status status = reserve_slot(router, err);
-    if (status != BD_OK) return status;
-    bd_router_queue *queue = queue_create(router, dir);
-    if (!queue) return bd_fail(err, BD_E_MEMORY, dir, "out of memory for the variant's entry");
-    if ((status = bd_delta_open(dir, &delta, err)) != BD_OK) goto fail_queue;
-    if ((status = check_base(router, &delta, err)) != BD_OK) goto fail_delta;
-    if ((status = claim_name(router, queue, name ? name : delta.variant, err)) != BD_OK)
-        goto fail_delta;
-    /* From here on logs and metrics of the cache use the served name too. */
-    memcpy(delta.variant, queue->served.name, sizeof delta.variant);
-    if ((status = read_side_files(router, queue, err)) != BD_OK) goto fail_name;
-    status = bd_cache_register(router->options.cache, &delta, pinned, &queue->served.variant, err);
-    if (status != BD_OK) goto fail_moved;
-    insert_sorted(router, queue);
-    return BD_OK;
-fail_moved: /* the cache took the delta with it */
-    (void)bd_map_take(router->names, queue->served.name, strlen(queue->served.name));
-    queue_free(queue);
-    return status;
-fail_name:
-    (void)bd_map_take(router->names, queue->served.name, strlen(queue->served.name));
-fail_delta:
-    bd_delta_close(&delta);
-fail_queue:
-    queue_free(queue);
-    return status;
-}
-
-/* What a killed compress leaves: NAME.tmp-<process>. */
-static bool is_leftover(const char *name) {
-    const char *end = name + strlen(name), *digits = end;
-    while (digits > name && digits[-1] >= '0' && digits[-1] <= '9')
-        digits--;
-    return digits < end && digits - name > 5 && memcmp(digits - 5, ".tmp-", 5) == 0;
-}
-
-/* BD_E_NOT_FOUND: this is no variant. Any other fault is for people: a variant whose files cannot
- * be reached is not silently left out. */
-static bd_status find_delta(const char *name, const char *dir, char path[PATH_BYTES],
-                            bd_error *err) {
-    char file[PATH_BYTES];
-    if (name[0] == '.' || is_leftover(name)) return BD_E_NOT_FOUND;
-    bd_status status = bd_path_join(path, PATH_BYTES, dir, name, err);
-    if (status == BD_OK) status = bd_path_join(file, sizeof file, path, "delta.json", err);
-    if (status != BD_OK) return status;
-    if (access(file, F_OK) == 0) return BD_OK;
-    if (errno == ENOENT || errno == ENOTDIR) return BD_E_NOT_FOUND;
-    return bd_fail_errno(err, BD_E_IO, file, errno, "%s cannot be reached", file);
-}
-
-bd_status bd_router_add_directory(bd_router *router, const char *dir,
-                                  void (*report)(void *ctx, const char *dir, const bd_error *err),
-                                  void *ctx, uint32_t *added, bd_error *err) {
-    struct dirent **entries = NULL;
-    *added = 0;
-    int count = scandir(dir, &entries, NULL, alphasort);
-    if (count < 0)
-        return bd_fail_errno(err, BD_E_IO, dir, errno,
-                             "%s: the directory of variants cannot be read", dir);
-    for (int i = 0; i < count; i++) {
-        char path[PATH_BYTES];
-        bd_error fault;
-        bd_status status = find_delta(entries[i]->d_name, dir, path, &fault);
-        bool absent = status == BD_E_NOT_FOUND;
-        if (status == BD_OK) status = bd_router_add_variant(router, NULL, path, false, &fault);
-        if (status == BD_OK)
-            ++*added;
-        else if (!absent && report)
-            report(ctx, path[0] ? path : dir, &fault);
-        free(entries[i]);
-    }
-    free(entries);
-    return BD_OK;
-}
-
-/* ---- Lookup ---- */
-
-const bd_served *bd_router_find(const bd_router *router, const char *name, size_t name_bytes,
-                                uint32_t tenant) {
-    const bd_router_queue *queue = bd_map_get(router->names, name, name_bytes);
-    if (!queue) return NULL;
+static bool visible(const bd_router *router, const bd_served *served, uint32_t tenant) {
     const bd_router_options *o = &router->options;
-    if (o->allowed && !o->allowed(o->allowed_ctx, &queue->served, tenant)) return NULL;
-    return &queue->served;
+    return !o->allowed || o->allowed(o->allowed_ctx, served, tenant);
 }
 
-uint32_t bd_router_served_count(const bd_router *router) {
-    return router->queue_count;
+const bd_served *bd_router_find(bd_router *router, const char *name, size_t name_bytes,
+                                uint32_t tenant) {
+    pthread_mutex_lock(&router->names_lock);
+    bd_router_queue *queue = bd_map_get(router->names, name, name_bytes);
+    if (queue) atomic_fetch_add(&queue->holders, 1);
+    pthread_mutex_unlock(&router->names_lock);
+    if (!queue) return NULL;
+    if (visible(router, &queue->served, tenant)) return &queue->served;
+    bd_router_release(router, &queue->served);
+    return NULL;
 }
 
-const bd_served *bd_router_served_at(const bd_router *router, uint32_t index) {
-    return index < router->queue_count ? &router->queues[index]->served : NULL;
+const bd_served **bd_router_list(bd_router *router, uint32_t tenant, uint32_t *count) {
+    uint32_t kept = 0, found = 0;
+    pthread_mutex_lock(&router->names_lock);
+    const bd_served **list = calloc(router->queue_count, sizeof(const bd_served *));
+    for (; list && found < router->queue_count; found++) {
+        atomic_fetch_add(&router->queues[found]->holders, 1);
+        list[found] = &router->queues[found]->served;
+    }
+    pthread_mutex_unlock(&router->names_lock);
+    for (uint32_t i = 0; i < found; i++) {
+        if (visible(router, list[i], tenant))
+            list[kept++] = list[i];
+        else
+            bd_router_release(router, list[i]);
+    }
+    *count = kept;
+    return list;
+}
+
+void bd_router_list_release(bd_router *router, const bd_served **list, uint32_t count) {
+    for (uint32_t i = 0; i < count; i++)
+        bd_router_release(router, list[i]);
+    free(list);
+}
+
+uint32_t bd_router_served_count(bd_router *router) {
+    pthread_mutex_lock(&router->names_lock);
+    uint32_t count = router->queue_count;
+    pthread_mutex_unlock(&router->names_lock);
+    return count;
+}
+
+const bd_served *bd_router_served_at(bd_router *router, uint32_t index) {
+    pthread_mutex_lock(&router->names_lock);
+    const bd_served *served = index < router->queue_count ? &router->queues[index]->served : NULL;
+    pthread_mutex_unlock(&router->names_lock);
+    return served;
+}
+
+/* ---- Changes ---- */
+
+/* The registry lets go. Its pin goes at once: the pages are wanted for what replaces it. */
+static void retire(bd_router *router, bd_router_queue *queue) {
+    queue->retired = true;
+    queue->next_retired = router->retired_first;
+    if (router->retired_first) router->retired_first->prev_retired = queue;
+    router->retired_first = queue;
+    bd_status status = bd_cache_pin(router->options.cache, queue->served.variant, false, NULL);
+    (void)status; /* taking a pin away cannot be refused */
+    bd_router_release(router, &queue->served);
+}
+
+/* The pin of what is replaced passes on: it was a person's word about the name. */
+static void apply_one(bd_router *router, bd_registry_op *op) {
+    bd_cache *cache = router->options.cache;
+    bd_variant_info info = {.pinned = op->after && op->after->pin};
+    bd_variant *old = op->before ? op->before->served.variant : NULL;
+    if (old) bd_cache_info(cache, old, bd_now_us(), &info);
+    bool gone = op->before != NULL;
+    op->status = BD_OK;
+    if (op->after) {
+        if (old && info.pinned) op->status = bd_cache_pin(cache, old, false, &op->err);
+        if (op->status == BD_OK)
+            op->status = bd_cache_register(cache, op->delta, info.pinned,
+                                           &op->after->served.variant, &op->err);
+        gone = gone && op->status == BD_OK;
+    }
+    pthread_mutex_lock(&router->names_lock);
+    if (gone) take_name(router, op->before);
+    if (op->after && op->status == BD_OK) {
+        op->status = put_name(router, op->after, &op->err);
+        if (op->status != BD_OK) {
+            bd_cache_forget(cache, op->after->served.variant);
+            /* Without memory for either name both are gone. */
+            gone = gone && put_name(router, op->before, NULL) != BD_OK;
+        }
+    }
+    pthread_mutex_unlock(&router->names_lock);
+    if (gone) {
+        retire(router, op->before);
+    } else if (old && info.pinned) {
+        bd_status back = bd_cache_pin(cache, old, true, NULL);
+        (void)back; /* its own pages, given back a moment ago */
+    }
+}
+
+typedef struct apply_call {
+    bd_call call; /* first member */
+    bd_router *router;
+    bd_registry_op *ops;
+    uint32_t count;
+    pthread_mutex_t lock;
+    pthread_cond_t answered;
+    bool done; /* guarded by lock */
+} apply_call;
+
+static void run_apply(bd_call *base, bd_engine *engine) {
+    apply_call *call = (apply_call *)base;
+    (void)engine;
+    for (uint32_t i = 0; i < call->count; i++)
+        apply_one(call->router, &call->ops[i]);
+    pthread_mutex_lock(&call->lock); /* the call is on the asker's stack: gone once unlocked */
+    call->done = true;
+    pthread_cond_signal(&call->answered);
+    pthread_mutex_unlock(&call->lock);
+}
+
+void bd_registry_apply(bd_router *router, bd_registry_op *ops, uint32_t count) {
+    if (!router->scanning) {
+        for (uint32_t i = 0; i < count; i++)
+            apply_one(router, &ops[i]);
+        return;
+    }
+    for (uint32_t first = 0; first < count; first += OPS_PER_CALL) {
+        uint32_t left = count - first;
+        apply_call call = {.router = router,
+                           .ops = ops + first,
+                           .count = left < OPS_PER_CALL ? left : OPS_PER_CALL};
+        pthread_mutex_init(&call.lock, NULL);
+        pthread_cond_init(&call.answered, NULL);
+        call.call.run = run_apply;
+        bd_engine_post(router->options.engine, &call.call);
+        pthread_mutex_lock(&call.lock);
+        while (!call.done)
+            pthread_cond_wait(&call.answered, &call.lock);
+        pthread_mutex_unlock(&call.lock);
+        pthread_cond_destroy(&call.answered);
+        pthread_mutex_destroy(&call.lock);
+    }
 }

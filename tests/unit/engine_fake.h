@@ -34,7 +34,7 @@ struct bd_variant { /* stands in for the cache's */
     uint32_t pages;
     uint64_t loading_until_us, retry_at_us, last_use_us;
     double rate;
-    bool fails, pinned;
+    bool fails, pinned, forgotten;
     bd_error failure; /* of the last failed load */
     bd_cache_waiter *waiters;
 };

@@ -7,6 +7,29 @@
 #include "bitdelta/router/router.h"
 #include "engine_fake.h"
 
+/* A model as far as the registry knows it. */
+struct bd_model {
+    bd_model_config config;
+    char fingerprint[65];
+};
+
+const bd_model_config *bd_model_config_of(const bd_model *model) {
+    return &model->config;
+}
+
+const char *bd_model_fingerprint(const bd_model *model) {
+    return model->fingerprint;
+}
+
+uint32_t bd_model_max_len(const bd_model *model) {
+    (void)model;
+    return 512;
+}
+
+uint32_t bd_model_logits_width(const bd_model *model) {
+    return model->config.vocab;
+}
+
 struct bd_cache {
     struct bd_variant variants[FAKE_VARIANTS_MAX];
     bd_delta deltas[FAKE_VARIANTS_MAX];
@@ -14,6 +37,8 @@ struct bd_cache {
     uint64_t load_us;
     bool changed;
     uint64_t loads, evictions;
+    uint32_t forgotten;
+    bool fail_next;      /* load */
     bd_engine *engine;   /* NULL: before it runs */
     uint32_t max_leased; /* variants with a lease at once */
 };
@@ -40,8 +65,10 @@ bd_status bd_cache_register(bd_cache *cache, bd_delta *delta, bool pinned, bd_va
 }
 
 void bd_cache_forget(bd_cache *cache, bd_variant *variant) {
-    (void)cache;
-    (void)variant;
+    fake_cache_check(cache);
+    BD_ASSERT(!variant->waiters && !variant->forgotten);
+    variant->forgotten = true;
+    cache->forgotten++;
 }
 
 void bd_cache_touch(bd_cache *cache, bd_variant *variant, uint64_t now_us) {
@@ -76,6 +103,7 @@ static inline void fake_cache_lease(bd_cache *cache, bd_variant *v, bd_lease *le
 bd_status bd_cache_acquire(bd_cache *cache, bd_variant *v, uint64_t now_us, bd_lease *lease,
                            bd_cache_waiter *waiter, bd_error *err) {
     fake_cache_check(cache);
+    BD_ASSERT(!v->forgotten);
     if (v->state == BD_VARIANT_FAILED && now_us < v->retry_at_us)
         return bd_fail(err, BD_E_VARIANT, v->name, "planted: a chunk is corrupt");
     if (v->state == BD_VARIANT_FAILED) v->state = BD_VARIANT_ABSENT;
@@ -87,6 +115,8 @@ bd_status bd_cache_acquire(bd_cache *cache, bd_variant *v, uint64_t now_us, bd_l
         if (cache->pages_used == cache->pages && !fake_cache_evict(cache)) return BD_BUSY;
         cache->pages_used++;
         cache->loads++;
+        if (cache->fail_next) v->fails = true;
+        cache->fail_next = false;
         v->state = BD_VARIANT_LOADING;
         v->loading_until_us = now_us + cache->load_us;
     }

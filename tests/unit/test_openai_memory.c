@@ -69,22 +69,42 @@ static uint32_t reserved_now;
 static bool cancelled;
 static bd_job *submitted;
 
-uint32_t bd_router_served_count(const bd_router *router) {
+uint32_t bd_router_served_count(bd_router *router) {
     (void)router;
     return 1;
 }
 
-const bd_served *bd_router_served_at(const bd_router *router, uint32_t index) {
+const bd_served *bd_router_served_at(bd_router *router, uint32_t index) {
     (void)router;
     (void)index;
     return &served;
 }
 
-const bd_served *bd_router_find(const bd_router *router, const char *name, size_t name_bytes,
+const bd_served *bd_router_find(bd_router *router, const char *name, size_t name_bytes,
                                 uint32_t tenant) {
     (void)router;
     (void)tenant;
     return name_bytes == 3 && memcmp(name, "zen", 3) == 0 ? &served : NULL;
+}
+
+void bd_router_release(bd_router *router, const bd_served *which) {
+    (void)router;
+    (void)which;
+}
+
+const bd_served **bd_router_list(bd_router *router, uint32_t tenant, uint32_t *count) {
+    (void)router;
+    (void)tenant;
+    const bd_served **list = calloc(1, sizeof(const bd_served *));
+    *count = list ? 1 : 0;
+    if (list) list[0] = &served;
+    return list;
+}
+
+void bd_router_list_release(bd_router *router, const bd_served **list, uint32_t count) {
+    (void)router;
+    (void)count;
+    free(list);
 }
 
 bd_status bd_router_reserve(bd_router *router, const bd_served *which, uint32_t tenant,

@@ -77,10 +77,17 @@ static void test_quote_cuts_at_characters(void **state) {
         memset(text, 'x', sizeof text);
         for (size_t i = shift; i + 4 <= sizeof text; i += 4)
             memcpy(text + i, "😀", 4);
-        int bytes = bd_api_quote_bytes(text, sizeof text);
+        bd_api_quoted quoted;
+        size_t bytes = strlen(bd_api_quote(&quoted, text, sizeof text));
         assert_true(bytes > 96 && bytes <= 100);
-        assert_int_equal(bd_utf8_valid_prefix(text, (size_t)bytes), bytes);
+        assert_int_equal(bd_utf8_valid_prefix(quoted.text, bytes), bytes);
+        assert_memory_equal(quoted.text, text, bytes);
     }
+    bd_api_quoted quoted;
+    assert_string_equal(bd_api_quote(&quoted, "a\0b\0", 4), "a\xEF\xBF\xBD"
+                                                            "b\xEF\xBF\xBD");
+    char nuls[200] = {0};
+    assert_int_equal(strlen(bd_api_quote(&quoted, nuls, sizeof nuls)), 300);
 }
 
 static bd_token_result random_result(uint64_t seed, uint32_t round) {

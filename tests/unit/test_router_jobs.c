@@ -6,29 +6,6 @@
 
 #include "router_fake.h"
 
-/* A model as far as the registry knows it. */
-struct bd_model {
-    bd_model_config config;
-    char fingerprint[65];
-};
-
-const bd_model_config *bd_model_config_of(const bd_model *model) {
-    return &model->config;
-}
-
-const char *bd_model_fingerprint(const bd_model *model) {
-    return model->fingerprint;
-}
-
-uint32_t bd_model_max_len(const bd_model *model) {
-    (void)model;
-    return 512;
-}
-
-uint32_t bd_model_logits_width(const bd_model *model) {
-    return model->config.vocab;
-}
-
 enum { BASE = 0, PROMPTS = 3, TOKENS = 40 };
 
 typedef struct world {
@@ -691,25 +668,24 @@ static void test_admin(void **state) {
     open_world(&w, 2, 20000, 10);
     bd_router_served_at(w.router, 3)->variant->fails = true;
     start_world(&w);
-    bd_variant_info infos[20];
-    bd_error failures[20];
+    static bd_router_info infos[20];
     const bd_served *astro = bd_router_served_at(w.router, 1);
     assert_int_equal(bd_router_admin(w.router, BD_ADMIN_LOAD, astro, &err), BD_AGAIN);
     fake_sleep_us(5000);
     bd_engine_wake(w.engine);
     fake_sleep_us(5000);
     assert_int_equal(bd_router_admin(w.router, BD_ADMIN_LOAD, astro, &err), BD_OK);
-    assert_int_equal(bd_router_infos(w.router, infos, failures, 20), 14);
-    assert_null(infos[2].failure);
+    assert_int_equal(bd_router_infos(w.router, infos, 20), 14);
+    assert_null(infos[2].cache.failure);
     assert_string_equal(infos[0].name, "zen-mini-astro");
-    assert_int_equal(infos[0].state, BD_VARIANT_READY);
-    assert_int_equal(infos[1].state, BD_VARIANT_ABSENT);
-    assert_int_equal(bd_router_infos(w.router, infos, NULL, 3), 3);
+    assert_int_equal(infos[0].cache.state, BD_VARIANT_READY);
+    assert_int_equal(infos[1].cache.state, BD_VARIANT_ABSENT);
+    assert_int_equal(bd_router_infos(w.router, infos, 3), 3);
     assert_int_equal(bd_router_admin(w.router, BD_ADMIN_PIN, astro, &err), BD_OK);
     assert_int_equal(bd_router_admin(w.router, BD_ADMIN_UNLOAD, astro, &err), BD_OK);
-    assert_int_equal(bd_router_infos(w.router, infos, NULL, 1), 1);
-    assert_true(infos[0].pinned);
-    assert_int_equal(infos[0].state, BD_VARIANT_ABSENT);
+    assert_int_equal(bd_router_infos(w.router, infos, 1), 1);
+    assert_true(infos[0].cache.pinned);
+    assert_int_equal(infos[0].cache.state, BD_VARIANT_ABSENT);
     assert_int_equal(bd_router_admin(w.router, BD_ADMIN_UNPIN, astro, &err), BD_OK);
     assert_int_equal(
         bd_router_admin(w.router, BD_ADMIN_LOAD, bd_router_served_at(w.router, 0), &err),
@@ -722,13 +698,11 @@ static void test_admin(void **state) {
     fake_sleep_us(5000);
     assert_int_equal(bd_router_admin(w.router, BD_ADMIN_LOAD, bad, &err), BD_E_VARIANT);
     assert_string_equal(err.message, "planted: a chunk is corrupt");
-    assert_int_equal(bd_router_infos(w.router, infos, failures, 20), 14);
-    assert_int_equal(infos[2].state, BD_VARIANT_FAILED);
-    assert_ptr_equal(infos[2].failure, &failures[2]);
-    assert_string_equal(failures[2].message, "planted: a chunk is corrupt");
-    assert_null(infos[0].failure);
-    assert_int_equal(bd_router_infos(w.router, infos, NULL, 20), 14);
-    assert_null(infos[2].failure);
+    assert_int_equal(bd_router_infos(w.router, infos, 20), 14);
+    assert_int_equal(infos[2].cache.state, BD_VARIANT_FAILED);
+    assert_ptr_equal(infos[2].cache.failure, &infos[2].failure);
+    assert_string_equal(infos[2].failure.message, "planted: a chunk is corrupt");
+    assert_null(infos[0].cache.failure);
     close_world(&w);
 }
 

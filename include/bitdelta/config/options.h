@@ -80,9 +80,10 @@ typedef struct bd_serve_options {
     uint32_t threads; /* 0: all usable cores */
     uint32_t slots;   /* 0: min(registered variants, what fits) */
     uint32_t pinned_top;
-    uint64_t host_bytes;    /* host memory for deltas that left the device; 0: none */
-    uint32_t max_model_len; /* 0: the model's own */
-    uint64_t kv_tokens;     /* 0: what fits */
+    bd_string_list prefetch; /* names of variants to load at start */
+    uint64_t host_bytes;     /* host memory for deltas that left the device; 0: none */
+    uint32_t max_model_len;  /* 0: the model's own */
+    uint64_t kv_tokens;      /* 0: what fits */
     uint32_t max_batch_tokens;
     uint32_t prefill_chunk_tokens;
     uint32_t max_seqs;
@@ -96,6 +97,7 @@ typedef struct bd_serve_options {
     uint32_t drain_seconds;
     bd_string_list api_keys; /* empty: no key is asked for */
     char *admin_key;         /* NULL: no key is asked for */
+    bool runtime_loading;    /* adapters may be loaded and unloaded on `listen` too */
     char *tenants_path;
     uint32_t log_level; /* bd_log_level */
 } bd_serve_options;

@@ -22,7 +22,10 @@ typedef struct bd_http_options { /* zero means the default in brackets; strings 
     const char *admin;       /* NULL or "": no admin listener */
     const bd_http_key *keys; /* none: requests need no key */
     uint32_t key_count;
-    const char *admin_key;   /* NULL or "": the admin listener needs none */
+    const char *admin_key; /* NULL or "": the admin listener needs none */
+    /* vLLM's load_lora_adapter and unload_lora_adapter on the public listener too: asks for the
+     * admin key if there is one, else for a key as the other routes do. */
+    bool runtime_loading;
     const char *cors_origin; /* NULL or "": no CORS headers; "*" is usual */
     bd_metrics *metrics;
     uint32_t shard_count;     /* [2] bd-http-n threads */

@@ -57,8 +57,12 @@ bool bd_api_fail(bd_api_error *err, bd_api_kind kind, const char *param, const c
     BD_PRINTF(4, 5);
 unsigned bd_api_http_status(bd_api_kind kind);
 const char *bd_api_code(bd_api_kind kind);
-/* Length for "%.*s": at most 100 bytes of a value, cut at a character. */
-int bd_api_quote_bytes(const char *text, size_t bytes);
+/* A client's value for a message: at most 100 bytes of it, cut at a character, with U+FFFD for each
+ * NUL, where "%s" would end. Returns out->text. */
+typedef struct bd_api_quoted {
+    char text[304];
+} bd_api_quoted;
+const char *bd_api_quote(bd_api_quoted *out, const char *text, size_t bytes);
 void bd_api_error_write(const bd_api_error *err, bd_strbuf *out); /* the whole JSON body */
 
 #endif

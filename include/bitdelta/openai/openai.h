@@ -32,6 +32,15 @@ bool bd_openai_tokenize(const bd_openai *openai, uint32_t tenant, const char *bo
 bool bd_openai_detokenize(const bd_openai *openai, uint32_t tenant, const char *body, size_t bytes,
                           bd_strbuf *out, bd_api_error *err);
 
+/* What vLLM's load_lora_adapter and unload_lora_adapter are sent. */
+typedef struct bd_lora_request {
+    char name[BD_VARIANT_NAME_MAX + 1];
+    char path[1024]; /* load only */
+    bool load_inplace;
+} bd_lora_request;
+bool bd_openai_lora_request(const char *body, size_t bytes, bool load, bd_lora_request *out,
+                            bd_api_error *err);
+
 /* For ids that must not repeat; digits at most 64, then a NUL. */
 void bd_openai_random_hex(char *out, size_t digits);
 

@@ -1,9 +1,10 @@
-/* router.h - names to variants, queues per variant, admission.
- * Owner: server. Threads: find, reserve, submit, cancel, drain, served_*, idle, infos and admin
- * from any thread but bd-sched (submit, cancel and unreserve also from there); create .. add_* from
- * the builder, before the engine starts. Order of life: router_create, engine_create
- * (bd_router_hooks), router_attach, add_*, engine_start .. engine_stop, engine_destroy,
- * router_destroy, cache_destroy. Every lease is back after engine_stop. */
+/* router.h - names to variants, queues per variant, admission, and changes of what is served.
+ * Owner: server. Threads: find, release, list, reserve, submit, cancel, drain, idle, infos, admin
+ * and change from any thread but bd-sched (submit, cancel, release and unreserve also from there);
+ * create .. start from the builder, add_* before the engine starts. Order of life: router_create,
+ * engine_create (bd_router_hooks), router_attach, add_*, engine_start, router_start .. engine_stop,
+ * router_stop, engine_destroy, router_destroy, cache_destroy. Every lease is back after
+ * engine_stop. */
 #ifndef BITDELTA_ROUTER_ROUTER_H
 #define BITDELTA_ROUTER_ROUTER_H
 
@@ -12,14 +13,17 @@
 
 typedef struct bd_router bd_router;
 
-/* A served name; immutable, lives as long as the router. */
+/* A served name; immutable. It lives while somebody holds it: whoever got it from bd_router_find or
+ * bd_router_list, until release, and until done() of a job whose creator holds it. A variant that
+ * was removed or replaced goes on for its holders and leaves the cache with the last of them. */
 typedef struct bd_served {
     char name[BD_VARIANT_NAME_MAX + 1];
     bool is_base;
     uint64_t created_s;
     uint32_t max_model_len, vocab;
     const bd_tokenizer *tokenizer; /* NULL: the model has none; only id prompts work */
-    const char *dir; /* variant directory or base directory, for messages to operators only */
+    const char *dir;    /* variant directory or base directory, for messages to operators only */
+    uint8_t digest[32]; /* of the variant's delta.json; zeros for the base */
     uint32_t eos_count;
     int32_t eos_ids[BD_EOS_IDS_MAX];
     bd_variant *variant; /* NULL for the base */
@@ -100,22 +104,29 @@ bd_engine_hooks bd_router_hooks(bd_router *router); /* for bd_engine_options */
 
 /* Before the engine starts. name NULL: delta.json's. A faulty variant is an error that names it;
  * the caller logs it and goes on with the others. Duplicates and names that
- * bd_variant_name_fault refuses: BD_E_ARGUMENT; a delta of another base: BD_E_MISMATCH. */
+ * bd_variant_name_fault refuses: BD_E_ARGUMENT; a delta of another base: BD_E_MISMATCH. A rescan
+ * looks at it again. */
 BD_MUST_CHECK bd_status bd_router_add_variant(bd_router *router, const char *name, const char *dir,
                                               bool pinned, bd_error *err);
 /* Every sub-directory with a delta.json, in name order, hidden ones and NAME.tmp-<digits> left out;
- * faults go to `report` one by one, those of delta.json files that cannot be reached too. */
+ * faults go to `report` one by one, those of delta.json files that cannot be reached too. Many
+ * delta.json files are read on all cores. A rescan looks into the directory again. */
 BD_MUST_CHECK bd_status bd_router_add_directory(bd_router *router, const char *dir,
                                                 void (*report)(void *ctx, const char *dir,
                                                                const bd_error *err),
                                                 void *ctx, uint32_t *added, bd_error *err);
 
-/* Any thread. NULL: no such name (or not for this tenant). */
-const bd_served *bd_router_find(const bd_router *router, const char *name, size_t name_bytes,
+/* Any thread. NULL: no such name (or not for this tenant). To be released. */
+const bd_served *bd_router_find(bd_router *router, const char *name, size_t name_bytes,
                                 uint32_t tenant);
-uint32_t bd_router_served_count(const bd_router *router);
-const bd_served *bd_router_served_at(const bd_router *router,
-                                     uint32_t index); /* the base first, then by name */
+void bd_router_release(bd_router *router, const bd_served *served); /* NULL is fine */
+/* All names of this tenant, the base first, then by name, in malloc'ed memory (NULL: none left).
+ * To be given back with list_release. */
+const bd_served **bd_router_list(bd_router *router, uint32_t tenant, uint32_t *count);
+void bd_router_list_release(bd_router *router, const bd_served **list, uint32_t count);
+uint32_t bd_router_served_count(bd_router *router);
+/* The base first, then by name. Borrowed: index 0 for ever, the others until a change. */
+const bd_served *bd_router_served_at(bd_router *router, uint32_t index);
 
 /* Any thread: room for `choices` more in the queue, atomically taken; BD_BUSY -> 429 with
  * *retry_after_s 1..60, BD_E_SHUTDOWN and BD_E_DEVICE -> 503. More choices than queue_max can ever
@@ -132,10 +143,17 @@ void bd_router_cancel(bd_router *router, bd_job *job);
 void bd_router_drain(bd_router *router);      /* any thread: refuse new work from now on */
 bool bd_router_idle(const bd_router *router); /* any thread: nothing reserved, queued or running */
 
-/* A snapshot for the admin listener: fills up to `max` infos (of the variants, by name) on bd-sched
- * and waits for it. Not from bd-sched. `failure` is NULL or the element of `failures` ([max], NULL:
- * not wanted) with the same number; `name` is the served name. */
-uint32_t bd_router_infos(bd_router *router, bd_variant_info *out, bd_error *failures, uint32_t max);
+typedef struct bd_router_info {
+    bd_variant_info cache; /* .name and .failure point into this struct */
+    char name[BD_VARIANT_NAME_MAX + 1];
+    bool retired; /* removed or replaced, still in use by requests that came before */
+    uint8_t digest[32];
+    bd_error failure;
+} bd_router_info;
+
+/* A snapshot for the admin listener: fills up to `max` infos (of the variants by name, then of the
+ * retired) on bd-sched and waits for it. Not from bd-sched. */
+uint32_t bd_router_infos(bd_router *router, bd_router_info *out, uint32_t max);
 typedef enum bd_admin_verb {
     BD_ADMIN_LOAD,
     BD_ADMIN_UNLOAD,
@@ -147,5 +165,71 @@ typedef enum bd_admin_verb {
  * tried again. */
 BD_MUST_CHECK bd_status bd_router_admin(bd_router *router, bd_admin_verb verb,
                                         const bd_served *served, bd_error *err);
+
+/* ---- Changes of what is served ---- */
+
+typedef enum bd_change_kind {
+    /* Looks again at every directory and variant that was added: new ones appear, those that are
+     * gone are removed, those with other contents are replaced. A fault concerns its variant alone;
+     * one that is served already stays as it is. BD_E_IO: a directory of variants cannot be read,
+     * nothing was changed. */
+    BD_CHANGE_RESCAN,
+    /* Serves `dir` as `name` and loads it; done() when it is resident or has failed, in which case
+     * the name is gone again if it was new. A name that has this directory already is loaded.
+     * BD_E_ARGUMENT: the name has another directory, or is unfit; BD_E_NOT_FOUND: no such
+     * directory; BD_BUSY: no room within a minute. */
+    BD_CHANGE_LOAD,
+    /* Removes the name; requests that came before finish. A sub-directory of an added directory
+     * comes back with the next rescan. BD_E_NOT_FOUND: no such name. */
+    BD_CHANGE_UNLOAD
+} bd_change_kind;
+
+typedef enum bd_change_result {
+    BD_CHANGE_ADDED,
+    BD_CHANGE_REPLACED,
+    BD_CHANGE_REMOVED,
+    BD_CHANGE_REFUSED
+} bd_change_result;
+
+typedef struct bd_change_entry {
+    bd_change_result result;
+    char *name;  /* REFUSED: the directory */
+    char *fault; /* REFUSED only */
+} bd_change_entry;
+
+typedef struct bd_change {
+    bd_message message; /* internal, first */
+    bd_router *router;  /* internal */
+    bd_change_kind kind;
+    char name[BD_VARIANT_NAME_MAX + 1]; /* LOAD, UNLOAD */
+    char dir[1024]; /* LOAD; a relative one is looked for in the first added directory */
+    bool anywhere;  /* LOAD: dir may lie outside the added directories */
+    bool replace;   /* LOAD: a name with another directory is given this one */
+    /* On bd-scan or bd-sched (after stop: on the stopping thread), once; must not block. The change
+     * is the creator's again, its results are freed with bd_change_clear. */
+    void (*done)(struct bd_change *change);
+    void *ctx;
+    bd_status status;
+    bd_error error;
+    bd_change_entry *entries; /* RESCAN */
+    uint32_t entry_count, unchanged;
+    bool taken;       /* LOAD: refused because the name has another directory */
+    bool incomplete;  /* memory ran out for entries */
+    bool fresh, undo; /* internal */
+} bd_change;
+
+/* Starts `bd-scan`, the thread that reads files for changes; after the engine's start. */
+BD_MUST_CHECK bd_status bd_router_start(bd_router *router, bd_error *err);
+/* After engine_stop: changes that wait end with BD_E_SHUTDOWN. Also done by destroy. */
+void bd_router_stop(bd_router *router);
+/* Any thread, between start and stop; changes are made one after the other. */
+void bd_router_change(bd_router *router, bd_change *change);
+void bd_change_clear(bd_change *change);
+/* Loads the pinned variants, then the named ones while pages are free; returns at once. Names that
+ * are not served are logged. */
+void bd_router_prefetch(bd_router *router, const char *const *names, uint32_t count);
+/* What the last look at the directories refused: calls visit with each, under a lock. */
+void bd_router_refused(bd_router *router,
+                       void (*visit)(void *ctx, const char *dir, const char *fault), void *ctx);
 
 #endif
