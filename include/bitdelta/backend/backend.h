@@ -16,12 +16,18 @@
 
 typedef struct bd_backend bd_backend; /* each backend embeds it as its first member */
 
+typedef enum bd_kernels { /* CUDA: which kernels are used */
+    BD_KERNELS_AUTO,      /* the fastest that take a matrix's shape on this device */
+    BD_KERNELS_PLAIN      /* those that take any shape on any device */
+} bd_kernels;
+
 typedef struct bd_backend_options {
     const bd_model_config *config; /* borrowed for the backend's life */
     uint32_t rank, rank_count;     /* shapes below are of this rank */
     uint32_t device_index;
-    uint32_t thread_count; /* CPU: worker pool width, 0 = all cores */
-    uint32_t rows_max;     /* rows of a step */
+    uint32_t thread_count;   /* CPU: worker pool width, 0 = all cores */
+    const char *cpu_kernels; /* CPU: avx512, avx2, neon or plain; NULL or "auto": the best here */
+    uint32_t rows_max;       /* rows of a step */
     uint32_t seqs_max;
     uint32_t logits_rows_max;
     uint32_t kv_block_tokens; /* a power of two */
@@ -66,6 +72,8 @@ typedef struct bd_plane_part { /* a rectangle of a sign plane, packed as on disk
     uint64_t src_stride_bytes;
 } bd_plane_part;
 
+typedef bd_status (*bd_backend_forward)(void *ctx, const bd_step *step, bd_error *err);
+
 typedef struct bd_backend_ops {
     const char *name;          /* "cpu", "cuda" */
     uint32_t page_align_bytes; /* delta pages are multiples of this: 2 MiB on cuda, 4 KiB on cpu */
@@ -108,6 +116,12 @@ typedef struct bd_backend_ops {
     /* optional: wait for earlier puts to be visible */
     bd_status (*put_flush)(bd_backend *backend, bd_error *err);
 
+    /* Optional: host memory that uploads best come from (page-locked), for deltas kept beside the
+     * device; slow, so from a thread of its own. NULL from alloc: not to be had. NULL members:
+     * plain memory is as good. */
+    void *(*host_alloc)(bd_backend *backend, uint64_t bytes);
+    void (*host_free)(bd_backend *backend, void *memory, uint64_t bytes);
+
     /* One step. Buffers: residual, normed, q, k, v, attn, act, proj, logits. */
     bd_status (*step_begin)(bd_backend *backend, const bd_step *step, bd_error *err);
     /* -> residual (scaled) */
@@ -141,6 +155,11 @@ typedef struct bd_backend_ops {
     /* After step_wait: raw logits of row `index` of the step's logits rows, [bd_logits_width]
      * float32, -inf past the row's own vocabulary on the cpu (tools and tests). */
     bd_status (*logits_get)(bd_backend *backend, uint32_t index, float *out, bd_error *err);
+    /* Optional, once, after the weights: `forward` launches a whole step (step_begin .. sample); the
+     * backend calls it with steps of its own making and keeps what their operators launch, to replay
+     * it for later steps of the same shape. Without it every step is launched operator by operator,
+     * with the same results. */
+    bd_status (*record)(bd_backend *backend, bd_backend_forward forward, void *ctx, bd_error *err);
 } bd_backend_ops;
 
 struct bd_backend {

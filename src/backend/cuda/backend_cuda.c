@@ -50,16 +50,19 @@ const bd_backend_ops *bd_backend_cuda_ops(void) {
         .plane_part_put = cuda_plane_part_put,
         .vector_put = cuda_vector_put,
         .put_flush = cuda_put_flush,
+        .host_alloc = cuda_host_alloc,
+        .host_free = cuda_host_free,
         .step_begin = cuda_step_begin,
         .embed = cuda_embed,
         .norm_residual = cuda_norm_residual,
         .linear = cuda_linear,
         .rope_kv_write = cuda_rope_kv_write,
-        .attention = cuda_attention,
+        .attention = cuda_attention_run,
         .head = cuda_head,
         .sample = cuda_sample,
         .step_wait = cuda_step_wait,
         .logits_get = cuda_logits_get,
+        .record = cuda_record,
     };
     return &ops;
 }

@@ -52,6 +52,49 @@ typedef struct cuda_step { /* device pointers of the current step, inside the up
     uint32_t overlay_count, block_rows, block_count;
 } cuda_step;
 
+typedef struct cuda_attention {
+    bool decode, prefill;  /* the kernels of attention_decode.cu, attention_sm90.cu */
+    bool overlap;          /* programmatic launches exist */
+    CUtensorMap q, *kv;    /* kv: [layers] */
+    float *partials;       /* workspace of the split-KV kernel */
+    unsigned *counters;
+} cuda_attention;
+
+typedef struct cuda_attention_step {
+    bool plain; /* all rows by the plain kernel */
+    const k_attention_row *decode_rows;
+    const k_attention_tile *tiles;
+    int32_t decode_count, tile_count, split_count;
+} cuda_attention_step;
+
+#define CUDA_GRAPH_BUCKETS  7u  /* 1, 2, 4 .. 64 rows */
+#define CUDA_GRAPH_ROWS_MAX 64u
+#define CUDA_GRAPH_VARIANTS 16u
+#define CUDA_GRAPH_EDITS    1024u
+
+/* What a step's launches take from the host: equal structures make equal launches, since device
+ * addresses follow from the order and the sizes of the reservations. */
+typedef struct cuda_launch_key {
+    cuda_step step;
+    cuda_fast_step fast;
+    cuda_attention_step attention;
+} cuda_launch_key;
+
+typedef struct cuda_graph {
+    cudaGraphExec_t exec; /* NULL: none was recorded */
+    cuda_launch_key key;
+} cuda_graph;
+
+typedef struct cuda_padded { /* a decode step filled up to a bucket's rows */
+    bd_step step;
+    int32_t tokens[CUDA_GRAPH_ROWS_MAX];
+    uint32_t positions[CUDA_GRAPH_ROWS_MAX], seq_of_row[CUDA_GRAPH_ROWS_MAX];
+    bd_seq seqs[CUDA_GRAPH_ROWS_MAX];
+    bd_segment segments[CUDA_GRAPH_ROWS_MAX + 1];
+    bd_logits_row logits_rows[CUDA_GRAPH_ROWS_MAX];
+    uint32_t spare_block; /* one more than the engine knows of: padding writes its keys there */
+} cuda_padded;
+
 typedef struct bd_cuda {
     bd_backend base;
     bd_backend_options options;
@@ -77,7 +120,14 @@ typedef struct bd_cuda {
     cuda_step step;
     cuda_fast fast;
     cuda_fast_step fast_step;
-    bool qkv_bf16, proj_bf16; /* how the last qkv and the last o or down product were left */
+    cuda_attention attention;
+    cuda_attention_step attention_step;
+    bool fp16;                /* element type of weights, activations and KV; else bf16 */
+    bool qkv_half, proj_half; /* whether the last qkv and the last o or down product are 16-bit */
+    bool recording;           /* operators are being recorded, tables are not uploaded */
+    const cuda_graph *replay; /* the step's launches come from this recording, at its end */
+    cuda_graph (*graphs)[CUDA_GRAPH_VARIANTS + 1]; /* [CUDA_GRAPH_BUCKETS], NULL: none */
+    cuda_padded *padded;
 } bd_cuda;
 
 static inline bd_cuda *cuda_of(bd_backend *backend) {
@@ -110,6 +160,9 @@ bd_status cuda_vector_put(bd_backend *backend, void *dst, uint64_t first, const 
 bd_status cuda_put_flush(bd_backend *backend, bd_error *err);
 bd_status cuda_staging_open(bd_cuda *cuda, cuda_staging *staging, bd_error *err);
 void cuda_staging_close(cuda_staging *staging);
+void *cuda_host_alloc(bd_backend *backend, uint64_t bytes);
+void cuda_host_free(bd_backend *backend, void *memory, uint64_t bytes);
+bool cuda_host_locked(const void *memory); /* the device can read it at any time */
 /* The next staging half, free to be overwritten. */
 bd_status cuda_staging_next(bd_cuda *cuda, cuda_staging *staging, uint32_t *half, bd_error *err);
 
@@ -124,6 +177,29 @@ bd_status cuda_step_wait(bd_backend *backend, const bd_step *step, uint64_t dead
                          bd_token_result *results, bd_error *err);
 bd_status cuda_logits_get(bd_backend *backend, uint32_t index, float *out, bd_error *err);
 
+/* Tables of the step into the upload's host side; `fixed` reserves by the step's rows alone, so that
+ * all steps of as many rows and variants have one layout. BD_E_LIMIT: they do not fit. */
+bd_status cuda_tables_fill(bd_cuda *cuda, const bd_step *step, bool fixed, bd_error *err);
+/* Window of a row's variant, 0: none. */
+uint32_t cuda_row_window(const bd_cuda *cuda, const bd_step *step, uint32_t row);
+
+/* graphs.c: recordings of whole decode steps. */
+bd_status cuda_record(bd_backend *backend, bd_backend_forward forward, void *ctx, bd_error *err);
+void cuda_graphs_close(bd_cuda *cuda);
+/* Fills the tables for a recording and returns it; NULL: the step is to be launched as it is. */
+const cuda_graph *cuda_graph_begin(bd_cuda *cuda, const bd_step *step);
+cuda_launch_key cuda_launch_key_of(const bd_cuda *cuda);
+
+/* attention.c. Open returns whether any fast kernel is used; both after the arenas are carved. */
+bool cuda_attention_open(bd_cuda *cuda);
+void cuda_attention_close(bd_cuda *cuda);
+bool cuda_attention_fill(bd_cuda *cuda, const bd_step *step, bool fixed);
+/* Row-major [rows, cols] of 16-bit elements in boxes of box_rows x 64, 128-byte swizzle. */
+bool cuda_map_make(CUtensorMap *map, const void *data, uint64_t rows, uint64_t cols,
+                   uint32_t box_rows, bool fp16);
+uint16_t *cuda_layer_kv(const bd_cuda *cuda, uint32_t layer);
+const float *const *cuda_norm_table(const bd_cuda *cuda, uint32_t layer, bd_norm kind);
+
 bd_status cuda_embed(bd_backend *backend, const bd_step *step, bd_error *err);
 bd_status cuda_norm_residual(bd_backend *backend, const bd_step *step, uint32_t layer, bd_norm kind,
                              bool add, uint32_t post_layer, bd_norm post, bd_error *err);
@@ -131,7 +207,8 @@ bd_status cuda_linear(bd_backend *backend, const bd_step *step, uint32_t layer, 
                       bd_error *err);
 bd_status cuda_rope_kv_write(bd_backend *backend, const bd_step *step, uint32_t layer,
                              bd_error *err);
-bd_status cuda_attention(bd_backend *backend, const bd_step *step, uint32_t layer, bd_error *err);
+bd_status cuda_attention_run(bd_backend *backend, const bd_step *step, uint32_t layer,
+                             bd_error *err);
 bd_status cuda_head(bd_backend *backend, const bd_step *step, bd_error *err);
 bd_status cuda_sample(bd_backend *backend, const bd_step *step, bd_error *err);
 

@@ -43,6 +43,8 @@ uint64_t cuda_plane_bytes(uint32_t n, uint32_t k) {
 static bd_status put_part(bd_cuda *cuda, uint8_t *dst, uint32_t k, const bd_plane_part *part,
                           bd_error *err) {
     const uint32_t row_bytes = part->col_count / 8, rows_per = CUDA_STAGING_BYTES / row_bytes;
+    /* Page-locked bytes stay where they are until the flush at the load's end. */
+    const bool direct = part->src_stride_bytes == row_bytes && cuda_host_locked(part->src);
     bd_status s = cuda_check(cuda, cudaSetDevice(cuda->device), "device", err);
     for (uint32_t row = 0; s == BD_OK && row < part->row_count; row += rows_per) {
         const uint32_t left = part->row_count - row, count = left < rows_per ? left : rows_per;
@@ -51,16 +53,18 @@ static bd_status put_part(bd_cuda *cuda, uint8_t *dst, uint32_t k, const bd_plan
         uint32_t half;
         if ((s = cuda_staging_next(cuda, staging, &half, err)) != BD_OK) return s;
         const uint8_t *from = (const uint8_t *)part->src + row * part->src_stride_bytes;
-        if (part->src_stride_bytes == row_bytes)
+        if (direct)
+            (void)from;
+        else if (part->src_stride_bytes == row_bytes)
             memcpy(staging->host[half], from, (size_t)count * row_bytes);
         else
             for (uint32_t i = 0; i < count; i++)
                 memcpy(staging->host[half] + (size_t)i * row_bytes,
                        from + i * part->src_stride_bytes, row_bytes);
         s = cuda_check(cuda,
-                       cudaMemcpyAsync(staging->device[half], staging->host[half],
-                                       (size_t)count * row_bytes, cudaMemcpyHostToDevice,
-                                       cuda->copy),
+                       cudaMemcpyAsync(
+                           staging->device[half], direct ? (const void *)from : staging->host[half],
+                           (size_t)count * row_bytes, cudaMemcpyHostToDevice, cuda->copy),
                        "upload of a delta", err);
         if (s != BD_OK) return s;
         s = cuda_check(cuda, k_repack_part(dst, staging->device[half], k, &piece, cuda->copy),
