@@ -46,7 +46,13 @@ bd_status bd_cache_create_with(const bd_cache_options *options, const bd_cache_s
         status = bd_fail(err, BD_E_MEMORY, "cache", "out of memory for the cache");
         goto fail_lists;
     }
+    if (options->host_bytes > 0) {
+        const bd_host_options host = {.bytes = options->host_bytes, .memory = source->host_memory};
+        status = bd_host_tier_create(&host, &cache->host, err);
+        if (status != BD_OK) goto fail_lists;
+    }
     make_metrics(cache);
+    bd_host_metrics_make(cache);
     *out = cache;
     return BD_OK;
 fail_lists:
@@ -66,6 +72,16 @@ static uint32_t pages_for(void *ctx, const bd_delta *delta) {
                                delta);
 }
 
+static void *host_alloc(void *ctx, uint64_t bytes) {
+    bd_model *model = ctx;
+    return bd_model_ops(model)->host_alloc(bd_model_backend(model), bytes);
+}
+
+static void host_free(void *ctx, void *memory, uint64_t bytes) {
+    bd_model *model = ctx;
+    bd_model_ops(model)->host_free(bd_model_backend(model), memory, bytes);
+}
+
 static bd_status submit(void *ctx, bd_load *load, bd_error *err) {
     const bd_cache_options *options = ctx;
     return bd_loader_submit(options->loader, load, err);
@@ -80,6 +96,9 @@ bd_status bd_cache_create(const bd_cache_options *options, bd_cache **out, bd_er
         .submit = submit,
         .overlay_destroy = bd_overlay_destroy,
         .delta_close = bd_delta_close,
+        .host_memory = {.ctx = options->model,
+                        .alloc = ops->host_alloc ? host_alloc : NULL,
+                        .free = ops->host_alloc ? host_free : NULL},
     };
     bd_status status = bd_cache_create_with(options, &source, out, err);
     if (status != BD_OK) return status;
@@ -95,10 +114,12 @@ void bd_cache_destroy(bd_cache *cache) {
         bd_variant *variant = cache->variants[i];
         BD_ASSERT(variant->references == 0);
         if (variant->overlay) cache->source.overlay_destroy(variant->overlay);
+        bd_host_copy_drop(cache, variant);
         cache->source.delta_close(&variant->delta);
         free(variant->pages);
         free(variant);
     }
+    bd_host_tier_destroy(cache->host);
     bd_pages_deinit(&cache->pages);
     free(cache->variants);
     free(cache->residents);
@@ -259,6 +280,8 @@ void bd_cache_info(const bd_cache *cache, const bd_variant *variant, uint64_t no
         .last_use_us = variant->last_use_us,
         .loads = variant->loads,
         .evictions = variant->evictions,
+        .host_bytes = variant->host_whole ? variant->host->bytes : 0,
+        .host_hits = variant->host_hits,
         .references = variant->references,
         .waiters = variant->waiters.count,
         .pinned = variant->policy.pinned,

@@ -13,6 +13,7 @@
 #define BITDELTA_SRC_CACHE_INTERNAL_H
 
 #include "bitdelta/cache/cache.h"
+#include "host_tier.h"
 #include "pages.h"
 #include "policy.h"
 
@@ -24,6 +25,7 @@ typedef struct bd_cache_source {
     bd_status (*submit)(void *ctx, bd_load *load, bd_error *err);
     void (*overlay_destroy)(bd_overlay *overlay);
     void (*delta_close)(bd_delta *delta);
+    bd_host_memory host_memory;
 } bd_cache_source;
 
 typedef struct bd_waiter_list {
@@ -54,6 +56,9 @@ struct bd_variant {
     bd_variant *next_active; /* the loader has `load` */
     bool load_active;
     bd_load load;
+    bd_load_host *host; /* copy of the files in host memory, complete or being filled */
+    bool host_whole;    /* it is complete */
+    uint64_t host_hits;
     uint32_t failure_count; /* in a row */
     uint64_t retry_at_us;
     bd_error failure; /* of the last failed load; status BD_OK: none */
@@ -70,6 +75,7 @@ struct bd_cache {
     bool (*may_start)(void *ctx, const bd_load *load, uint64_t now_us);
     void *may_start_ctx;
     bd_pages pages;
+    bd_host_tier *host; /* NULL: none */
     bd_policy policy;
     bd_variant **variants;
     uint32_t variant_count, variant_cap;
@@ -85,11 +91,22 @@ struct bd_cache {
     uint32_t active_count;
     bool changed; /* since the last poll */
     bd_metric *metric_resident, *metric_pages_free, *metric_evictions;
+    bd_metric *metric_host_used, *metric_host_total, *metric_host_hits, *metric_host_misses;
 };
 
 BD_MUST_CHECK bd_status bd_cache_create_with(const bd_cache_options *options,
                                              const bd_cache_source *source, bd_cache **out,
                                              bd_error *err);
+
+/* host_copies.c */
+
+/* What the load about to start is to use of the host's memory: the variant's copy, room for one
+ * (others of lower score give way), or nothing. */
+void bd_host_copy_begin(bd_cache *cache, bd_variant *variant);
+/* After the load: keeps a complete copy, drops another. */
+void bd_host_copy_end(bd_cache *cache, bd_variant *variant);
+void bd_host_copy_drop(bd_cache *cache, bd_variant *variant);
+void bd_host_metrics_make(bd_cache *cache);
 
 /* residency.c, for cache.c */
 

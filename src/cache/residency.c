@@ -115,6 +115,7 @@ void bd_variant_collect(bd_cache *cache, bd_variant *variant) {
     cache->variants[variant->index] = last;
     last->index = variant->index;
     cache->policy.variant_count = cache->variant_count;
+    bd_host_copy_drop(cache, variant);
     cache->source.delta_close(&variant->delta);
     free(variant->pages);
     free(variant);
@@ -284,10 +285,13 @@ static void start_loads(bd_cache *cache, uint64_t now_us) {
             .page_count = variant->held_pages,
             .stream = cache->may_start != NULL,
         };
+        bd_host_copy_begin(cache, variant);
         variant->state = BD_VARIANT_LOADING;
         bd_error error = {0};
         bd_status status = cache->source.submit(cache->source.ctx, &variant->load, &error);
         if (status != BD_OK) {
+            variant->load.status = status;
+            bd_host_copy_end(cache, variant);
             fail_load(cache, variant, status, &error, now_us);
             continue;
         }
@@ -452,6 +456,7 @@ static void load_finished(bd_cache *cache, bd_variant *variant, uint64_t now_us)
     cache->changed = true;
     bd_load *load = &variant->load;
     variant->overlay = take_overlay(load);
+    bd_host_copy_end(cache, variant);
     if (variant->state == BD_VARIANT_LOADING) {
         if (load->status == BD_OK)
             become_ready(cache, variant);

@@ -24,10 +24,18 @@ void bd_load_job_check_cancel(bd_load_job *job) {
     bd_load_job_fail(job, status, &error);
 }
 
+static bool from_host(const bd_load_job *job) {
+    return job->load->host && job->load->host->filled;
+}
+
 static bd_status make_plan(bd_load_job *job, bd_error *err) {
     const bd_loader_source *source = job->source;
     const bd_load *load = job->load;
-    bd_status status = source->plan_create(source->ctx, load->delta, &job->plan, err);
+    bd_status status = BD_OK;
+    if (from_host(job))
+        job->plan = load->host->plan;
+    else
+        status = source->plan_create(source->ctx, load->delta, &job->plan, err);
     if (status != BD_OK) return status;
     job->has_plan = true;
     if (job->plan.page_count > load->page_count)
@@ -52,6 +60,7 @@ static bool has_usable_chunks(const bd_load_job *job, uint32_t file_index) {
 
 /* Bytes of a file that are checked and fed together. */
 static uint64_t stride_bytes(const bd_load_job *job, uint32_t file_index) {
+    if (from_host(job)) return job->load->host->block_bytes;
     uint64_t unit = job->load->delta->files[file_index].chunk_bytes;
     if (job->files[file_index].no_chunk_sums) unit = BD_IO_ALIGN_BYTES;
     return job->block_bytes / unit * unit;
@@ -100,7 +109,8 @@ static bd_status begin(bd_load_job *job, bd_error *err) {
     const bd_delta *delta = job->load->delta;
     bd_status status = make_plan(job, err);
     for (uint32_t i = 0; i < delta->shard_count && status == BD_OK; i++) {
-        if (!job->used[i]) continue;
+        job->files[i].bytes = delta->files[i].bytes;
+        if (!job->used[i] || from_host(job)) continue;
         status = bd_shard_file_open(&job->files[i], delta->dir, &delta->files[i], err);
         job->files[i].no_chunk_sums = !has_usable_chunks(job, i);
     }
@@ -186,6 +196,7 @@ static bool more_to_send(bd_load_job *job) {
 }
 
 bool bd_load_job_next(bd_load_job *job, bd_block *block) {
+    if (from_host(job)) return false;
     if (job->status != BD_OK || !more_to_send(job) || !verified(job)) return false;
     bd_shard_file *file = &job->files[job->send_file];
     uint64_t bytes = stride_bytes(job, job->send_file);
@@ -230,10 +241,79 @@ static bd_status check_chunks(const bd_load_job *job, const bd_block *block, bd_
     return status;
 }
 
+/* ---- Host memory ---- */
+
+static uint64_t host_offset(const bd_load_job *job, uint32_t file_index) {
+    uint64_t before = 0;
+    for (uint32_t i = 0; i < file_index; i++)
+        before += job->load->delta->files[i].bytes;
+    return before;
+}
+
+/* Where byte `at` is, and how many follow it there. */
+static uint8_t *host_at(const bd_load_host *host, uint64_t at, uint64_t *run_bytes) {
+    *run_bytes = host->block_bytes - at % host->block_bytes;
+    return (uint8_t *)host->blocks[at / host->block_bytes] + at % host->block_bytes;
+}
+
+static void keep_in_host(const bd_load_job *job, const bd_block *block) {
+    const bd_load_host *host = job->load->host;
+    if (!host) return;
+    const bd_span *span = &block->span;
+    const uint8_t *data = bd_span_data(span);
+    const uint64_t start = host_offset(job, block->file_index) + span->from;
+    BD_ASSERT(start + span->bytes <= host->bytes);
+    uint64_t run = 0;
+    for (uint64_t at = 0; at < span->bytes; at += run) {
+        uint8_t *to = host_at(host, start + at, &run);
+        if (run > span->bytes - at) run = span->bytes - at;
+        memcpy(to, data + at, run);
+    }
+}
+
+static bd_status feed_run(bd_load_job *job, uint64_t *left, bd_error *err) {
+    const bd_load_host *host = job->load->host;
+    const uint64_t rest = job->files[job->send_file].bytes - job->send_from;
+    uint64_t run;
+    const uint8_t *data = host_at(host, host_offset(job, job->send_file) + job->send_from, &run);
+    if (run > rest) run = rest;
+    bd_status status =
+        job->source->feed_bytes(job->feed, job->send_file, job->send_from, data, run, err);
+    job->send_from += run;
+    *left = run < *left ? *left - run : 0;
+    atomic_fetch_add(&job->load->read_bytes, run);
+    return status;
+}
+
+static bool publish_ready(bd_load_job *job) {
+    uint32_t ready = job->source->feed_ready(job->feed);
+    if (ready == atomic_load(&job->load->ready_count)) return false;
+    atomic_store_explicit(&job->load->ready_count, ready, memory_order_release);
+    return true;
+}
+
+bool bd_load_job_feed_host(bd_load_job *job, bool *moved) {
+    *moved = false;
+    if (!from_host(job)) return false;
+    bd_error error = {0};
+    bd_status status = BD_OK;
+    uint64_t left = job->block_bytes;
+    bd_load_job_check_cancel(job);
+    while (job->status == BD_OK && left > 0 && more_to_send(job)) {
+        status = feed_run(job, &left, &error);
+        if (status != BD_OK) bd_load_job_fail(job, status, &error);
+    }
+    if (job->status == BD_OK) *moved = publish_ready(job);
+    return job->status == BD_OK && more_to_send(job);
+}
+
+/* ---- Blocks read ---- */
+
 static bd_status feed_block(bd_load_job *job, const bd_block *block, bd_error *err) {
     const bd_span *span = &block->span;
     bd_status status = check_chunks(job, block, err);
     if (status != BD_OK) return status;
+    keep_in_host(job, block);
     status = job->source->feed_bytes(job->feed, block->file_index, span->from, bd_span_data(span),
                                      span->bytes, err);
     if (status != BD_OK) return status;
@@ -253,10 +333,7 @@ bool bd_load_job_feed(bd_load_job *job, const bd_block *block) {
         bd_load_job_fail(job, status, &error);
         return false;
     }
-    uint32_t ready = job->source->feed_ready(job->feed);
-    if (ready == atomic_load(&job->load->ready_count)) return false;
-    atomic_store_explicit(&job->load->ready_count, ready, memory_order_release);
-    return true;
+    return publish_ready(job);
 }
 
 bool bd_load_job_over(bd_load_job *job) {
@@ -279,6 +356,18 @@ static void check_complete(bd_load_job *job) {
     bd_load_job_fail(job, status, &error);
 }
 
+/* To the host copy, if that is complete now. */
+static void end_plan(bd_load_job *job) {
+    bd_load_host *host = job->load->host;
+    if (!host || job->status != BD_OK) {
+        job->source->plan_destroy(&job->plan);
+        return;
+    }
+    host->plan = job->plan;
+    host->plan_destroy = job->source->plan_destroy;
+    host->filled = true;
+}
+
 void bd_load_job_end(bd_load_job *job) {
     const bd_loader_source *source = job->source;
     bd_load *load = job->load;
@@ -295,7 +384,7 @@ void bd_load_job_end(bd_load_job *job) {
     }
     for (uint32_t i = 0; i < load->delta->shard_count; i++)
         bd_shard_file_close(&job->files[i]);
-    if (job->has_plan) source->plan_destroy(&job->plan);
+    if (job->has_plan && !from_host(job)) end_plan(job);
     free(job->files);
     free(job->used);
     free(job);

@@ -57,6 +57,9 @@ bool bd_load_job_next(bd_load_job *job, bd_block *block);
 bd_block *bd_load_job_pop(bd_load_job *job);
 /* Checks and feeds a popped block. Returns true when ready_count moved. */
 bool bd_load_job_feed(bd_load_job *job, const bd_block *block);
+/* Of a load from host memory: feeds about a block's worth. Returns whether there is more;
+ * *moved: ready_count has. */
+bool bd_load_job_feed_host(bd_load_job *job, bool *moved);
 void bd_load_job_fail(bd_load_job *job, bd_status status, const bd_error *error);
 void bd_load_job_check_cancel(bd_load_job *job);
 /* Nothing flies and nothing is left to do (or the job failed). */

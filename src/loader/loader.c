@@ -189,6 +189,18 @@ static void feed_blocks(bd_loader *loader) {
     }
 }
 
+/* A block's worth of each load from host memory, so that reads are not left lying; then the next
+ * wait is to return at once. */
+static void feed_from_host(bd_loader *loader) {
+    bool more = false;
+    for (bd_load_job *job = loader->jobs; job; job = job->next) {
+        bool moved;
+        more = bd_load_job_feed_host(job, &moved) || more;
+        if (moved) notify(loader);
+    }
+    if (more) bd_mailbox_wake(loader->inbox);
+}
+
 static bool end_jobs(bd_loader *loader) {
     bool any = false;
     for (bd_load_job **link = &loader->jobs; *link;) {
@@ -223,6 +235,7 @@ static void turn(bd_loader *loader) {
         }
         feed_blocks(loader);
         issue_blocks(loader);
+        feed_from_host(loader);
         again = end_jobs(loader);
     }
 }

@@ -26,7 +26,10 @@ typedef struct bd_cache_options {
     uint32_t loads_in_parallel; /* 0: 2 */
     uint64_t retry_after_us; /* negative caching of a failed load, doubled per failure up to 60 s */
     double half_life_s;      /* of the request rate; <= 0: 60 */
-    bd_metrics *metrics;     /* may be NULL */
+    /* Host memory that keeps the file bytes of deltas loaded, so that they come back without the
+     * disk; 0: none. */
+    uint64_t host_bytes;
+    bd_metrics *metrics; /* may be NULL */
 } bd_cache_options;
 
 typedef struct bd_lease { /* a counted reference; the overlay stays valid until release */
@@ -49,6 +52,8 @@ typedef struct bd_variant_info {
     const char *name;
     bd_variant_state state;
     uint64_t page_bytes, file_bytes, load_us, last_use_us, loads, evictions;
+    uint64_t host_bytes; /* of a complete copy in host memory, else 0 */
+    uint64_t host_hits;  /* loads from there */
     uint32_t references, waiters;
     bool pinned, protected_by_rate;
     double rate_per_s;

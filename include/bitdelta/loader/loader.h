@@ -39,6 +39,17 @@ typedef struct bd_load_early {
     uint64_t end_bytes[]; /* [count] read_bytes at which an index is complete; never falls */
 } bd_load_early;
 
+/* A delta's files in host memory, all shards one after the other, cut into blocks. */
+typedef struct bd_load_host {
+    void *const *blocks; /* [ceil(bytes / block_bytes)] */
+    uint64_t block_bytes, bytes;
+    /* The load takes everything from here and opens no shard. Else it writes here what it reads and
+     * has checked, and sets this if all went well. */
+    bool filled;
+    bd_overlay_plan plan; /* valid while filled; the submitter's to end, with plan_destroy */
+    void (*plan_destroy)(bd_overlay_plan *plan);
+} bd_load_host;
+
 typedef struct bd_load {
     bd_message message;    /* internal */
     const bd_delta *delta; /* borrowed until finished */
@@ -49,6 +60,7 @@ typedef struct bd_load {
     bool stream;
     /* Set once, soon after the start, if every file has usable chunk sums; else NULL for good. */
     _Atomic(bd_load_early *) early;
+    bd_load_host *host;           /* borrowed and used until finished; may be NULL */
     _Atomic uint32_t ready_count; /* ready indices complete and visible so far, see overlay.h */
     _Atomic uint64_t read_bytes;
     _Atomic bool cancel;   /* set by the submitter; the load still finishes, soon */
