@@ -222,8 +222,16 @@ static bd_status open_model(server *s, bd_error *err) {
 }
 
 static bd_status open_cache(server *s, bd_error *err) {
-    const bd_loader_options loader = {
-        .model = s->model, .notify = wake_engine, .notify_ctx = s, .metrics = s->metrics};
+    const bd_serve_options *o = s->options;
+    const bd_loader_options loader = {.model = s->model,
+                                      .io = (bd_io_choice)o->io,
+                                      .read_threads = o->read_threads,
+                                      .block_bytes = (uint32_t)o->read_block_bytes,
+                                      .depth = o->read_depth,
+                                      .loads_in_parallel = o->loads_in_parallel,
+                                      .notify = wake_engine,
+                                      .notify_ctx = s,
+                                      .metrics = s->metrics};
     bd_status status = bd_loader_create(&loader, &s->loader, err);
     if (status != BD_OK) return status;
     bd_log(BD_LOG_INFO, "loader", "reads by io=%s %s", bd_loader_io_name(s->loader),
@@ -231,8 +239,10 @@ static bd_status open_cache(server *s, bd_error *err) {
     const bd_cache_options cache = {.model = s->model,
                                     .loader = s->loader,
                                     .page_count = bd_model_page_count(s->model),
-                                    .pinned_top = s->options->pinned_top,
+                                    .pinned_top = o->pinned_top,
+                                    .loads_in_parallel = o->loads_in_parallel,
                                     .retry_after_us = 1000000,
+                                    .host_bytes = o->host_bytes,
                                     .metrics = s->metrics};
     return bd_cache_create(&cache, &s->cache, err);
 }
@@ -347,9 +357,6 @@ static bd_status refuse_absent(server *s, bd_error *err) {
     const bd_serve_options *o = s->options;
     if (o->tenants_path)
         return refuse(s, err, "tenants", "tenants are not supported by this version; use api_keys");
-    if (o->host_bytes)
-        return refuse(s, err, "cache.host_bytes",
-                      "this version keeps no deltas in host memory; the page cache does");
     return BD_OK;
 }
 

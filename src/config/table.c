@@ -21,6 +21,7 @@ static const char *const k_dtypes[] = {"auto", "bf16", "fp16", "fp32", NULL};
 static const char *const k_scales[] = {"row", "matrix", NULL};
 static const char *const k_embeddings[] = {"sign", "full", "base", NULL};
 static const char *const k_log_levels[] = {"error", "warn", "info", "debug", NULL};
+static const char *const k_io[] = {"auto", "uring", "pread", NULL};
 static const char *const k_none[] = {"none", NULL};
 
 /* Order: as --help prints them. The table is longer than other arrays because it is the one place.
@@ -324,8 +325,54 @@ static const option_row k_rows[] = {
      .placeholder = "SIZE",
      .max = 16384 * GIB,
      .fallback = "0",
-     .help = "host memory that keeps evicted deltas; not in this version, only 0",
+     .help = "host memory that keeps the files of deltas loaded, so that they come back without "
+             "the disk",
      .at = {AT_SERVE(host_bytes)}},
+    {.flag = "io",
+     .key = "loader.io",
+     .type = OPTION_ENUM,
+     .names = k_io,
+     .fallback = "auto",
+     .help = "how deltas are read: io_uring, or threads with pread; auto takes io_uring where the "
+             "kernel allows it",
+     .at = {AT_SERVE(io)}},
+    {.flag = "read-threads",
+     .key = "loader.read_threads",
+     .type = OPTION_U32,
+     .placeholder = "N",
+     .min = 1,
+     .max = 256,
+     .fallback = "8",
+     .help = "threads that read when io_uring is not used",
+     .at = {AT_SERVE(read_threads)}},
+    {.flag = "read-block-bytes",
+     .key = "loader.read_block_bytes",
+     .type = OPTION_SIZE,
+     .placeholder = "SIZE",
+     .min = 4 * KIB,
+     .max = 256 * KIB * KIB,
+     .fallback = "4MiB",
+     .help = "size of one read; below a file's checksum chunks (4MiB) the file is verified whole "
+             "first",
+     .at = {AT_SERVE(read_block_bytes)}},
+    {.flag = "read-depth",
+     .key = "loader.read_depth",
+     .type = OPTION_U32,
+     .placeholder = "N",
+     .min = 1,
+     .max = 1024,
+     .fallback = "8",
+     .help = "reads in flight, each with a block of staging memory",
+     .at = {AT_SERVE(read_depth)}},
+    {.flag = "loads-in-parallel",
+     .key = "loader.loads_in_parallel",
+     .type = OPTION_U32,
+     .placeholder = "N",
+     .min = 1,
+     .max = 1024,
+     .fallback = "2",
+     .help = "deltas loaded at once, at most the read depth; others wait in order",
+     .at = {AT_SERVE(loads_in_parallel)}},
 
     /* --- serve: sequences and steps --- */
     {.flag = "max-model-len",

@@ -22,6 +22,12 @@ typedef enum bd_command {
 } bd_command;
 
 /* Values in the order of bd_backend_choice. */
+typedef enum bd_option_io {
+    BD_OPTION_IO_AUTO,
+    BD_OPTION_IO_URING,
+    BD_OPTION_IO_PREAD
+} bd_option_io;
+
 typedef enum bd_option_backend {
     BD_OPTION_BACKEND_AUTO,
     BD_OPTION_BACKEND_CUDA,
@@ -82,8 +88,13 @@ typedef struct bd_serve_options {
     uint32_t pinned_top;
     bd_string_list prefetch; /* names of variants to load at start */
     uint64_t host_bytes;     /* host memory for deltas that left the device; 0: none */
-    uint32_t max_model_len;  /* 0: the model's own */
-    uint64_t kv_tokens;      /* 0: what fits */
+    uint32_t io;             /* bd_option_io */
+    uint32_t read_threads;
+    uint64_t read_block_bytes;
+    uint32_t read_depth;
+    uint32_t loads_in_parallel;
+    uint32_t max_model_len; /* 0: the model's own */
+    uint64_t kv_tokens;     /* 0: what fits */
     uint32_t max_batch_tokens;
     uint32_t prefill_chunk_tokens;
     uint32_t max_seqs;
