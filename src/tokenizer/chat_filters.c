@@ -20,7 +20,8 @@ static int64_t int_of(const bd_chat_value *value) {
 
 static bool f_trim(bd_chat_run *run, const bd_chat_value *value, const bd_chat_value *args,
                    bd_chat_value *out) {
-    const bd_chat_value *chars = bd_chat_given(&args[0]) && args[0].kind != BD_CHAT_NONE ? args : NULL;
+    const bd_chat_value *chars =
+        bd_chat_given(&args[0]) && args[0].kind != BD_CHAT_NONE ? args : NULL;
     if (chars && chars->kind != BD_CHAT_STRING)
         return bd_chat_fail(run, BD_E_FORMAT, "trim needs a string of characters");
     if (!bd_chat_to_text(run, value, out)) return false;
@@ -89,8 +90,8 @@ static bool f_list(bd_chat_run *run, const bd_chat_value *value, const bd_chat_v
 static bool f_default(bd_chat_run *run, const bd_chat_value *value, const bd_chat_value *args,
                       bd_chat_value *out) {
     (void)run;
-    bool replaced = value->kind == BD_CHAT_UNDEFINED ||
-                    (bd_chat_truth(&args[1]) && !bd_chat_truth(value));
+    bool replaced =
+        value->kind == BD_CHAT_UNDEFINED || (bd_chat_truth(&args[1]) && !bd_chat_truth(value));
     *out = !replaced ? *value : bd_chat_given(&args[0]) ? args[0] : bd_chat_text("", 0);
     return true;
 }
@@ -111,7 +112,8 @@ static bool f_last(bd_chat_run *run, const bd_chat_value *value, const bd_chat_v
     if (value->kind == BD_CHAT_LIST && value->flavour == BD_CHAT_GENERATOR)
         return bd_chat_fail(run, BD_E_FORMAT, "last of what was not made a list");
     if (!bd_chat_elements(run, value, &items)) return false;
-    *out = items.count > 0 ? items.items[items.count - 1] : bd_chat_undefined("last of nothing", 15);
+    *out =
+        items.count > 0 ? items.items[items.count - 1] : bd_chat_undefined("last of nothing", 15);
     return true;
 }
 
@@ -136,7 +138,8 @@ static bool f_items(bd_chat_run *run, const bd_chat_value *value, const bd_chat_
     (void)args;
     if (value->kind == BD_CHAT_UNDEFINED) return bd_chat_list_new(run, BD_CHAT_GENERATOR, 0, out);
     if (value->kind == BD_CHAT_DICT) return bd_chat_pairs(run, value->dict, BD_CHAT_GENERATOR, out);
-    return bd_chat_fail(run, BD_E_FORMAT, "items needs a mapping, got %s", bd_chat_type_name(value));
+    return bd_chat_fail(run, BD_E_FORMAT, "items needs a mapping, got %s",
+                        bd_chat_type_name(value));
 }
 
 static bool f_replace(bd_chat_run *run, const bd_chat_value *value, const bd_chat_value *args,
@@ -170,6 +173,7 @@ static bool f_int(bd_chat_run *run, const bd_chat_value *value, const bd_chat_va
     bd_chat_value number = *value;
     if (bd_chat_given(&args[1]))
         return bd_chat_fail(run, BD_E_UNSUPPORTED, "int with a base is not supported");
+    if (value->kind == BD_CHAT_UNDEFINED) return bd_chat_fail(run, BD_E_FORMAT, "int of undefined");
     if (is_int(value)) {
         *out = bd_chat_int(int_of(value));
         return true;
@@ -188,7 +192,8 @@ static bool f_int(bd_chat_run *run, const bd_chat_value *value, const bd_chat_va
 
 static bool f_float(bd_chat_run *run, const bd_chat_value *value, const bd_chat_value *args,
                     bd_chat_value *out) {
-    (void)run;
+    if (value->kind == BD_CHAT_UNDEFINED)
+        return bd_chat_fail(run, BD_E_FORMAT, "float of undefined");
     if (is_int(value))
         *out = bd_chat_float((double)int_of(value));
     else if (value->kind == BD_CHAT_FLOAT)
@@ -218,8 +223,10 @@ static bool f_indent(bd_chat_run *run, const bd_chat_value *value, const bd_chat
     int64_t width = bd_chat_given(&args[0]) ? -1 : 4;
     if (is_int(&args[0])) width = int_of(&args[0]);
     if (value->kind != BD_CHAT_STRING || width < 0 || width > 1000)
-        return bd_chat_fail(run, BD_E_UNSUPPORTED, "indent of %s, or by more than 1000, is not "
-                            "supported", bd_chat_type_name(value));
+        return bd_chat_fail(run, BD_E_UNSUPPORTED,
+                            "indent of %s, or by more than 1000, is not "
+                            "supported",
+                            bd_chat_type_name(value));
     bool first = bd_chat_truth(&args[1]), blank = bd_chat_truth(&args[2]);
     bd_strbuf buf;
     bd_strbuf_init(&buf, BD_CHAT_OUTPUT_BYTES_MAX);
@@ -264,6 +271,12 @@ static bool f_tojson(bd_chat_run *run, const bd_chat_value *value, const bd_chat
 
 /* ---- Filters over elements ---- */
 
+static bool all_digits(const bd_chat_value *text) {
+    for (size_t i = 0; i < text->bytes; i++)
+        if (text->text[i] < '0' || text->text[i] > '9') return false;
+    return text->bytes > 0;
+}
+
 /* item.a.b for "a.b"; parts of digits are indices. */
 static bool follow_path(bd_chat_run *run, const bd_chat_value *item, const bd_chat_value *path,
                         bd_chat_value *out) {
@@ -273,8 +286,7 @@ static bool follow_path(bd_chat_run *run, const bd_chat_value *item, const bd_ch
     for (bool more = true; more;) {
         const char *dot = memchr(at, '.', (size_t)(end - at));
         bd_chat_value key = bd_chat_text(at, (size_t)((dot ? dot : end) - at)), number;
-        bool digits = key.bytes > 0 && strspn(key.text, "0123456789") >= key.bytes;
-        if (digits && parse_number(&key, true, &number)) key = number;
+        if (all_digits(&key) && parse_number(&key, true, &number)) key = number;
         bd_chat_value next;
         if (!bd_chat_getitem(run, out, &key, &next)) return false;
         *out = next;
@@ -309,6 +321,7 @@ static bool apply_map(bd_chat_run *run, const bd_chat_value *value, const bd_cha
     static const char *const parameters[] = {"attribute", "default"};
     bd_chat_value bound[2] = {{0}};
     bd_chat_list items;
+    if (!bd_chat_truth(value)) return bd_chat_list_new(run, BD_CHAT_GENERATOR, 0, out);
     bool by_name = args->count > args->keyword_count;
     if (!by_name && !bd_chat_bind(run, "map", parameters, 2, args, bound)) return false;
     if (!by_name && !bd_chat_given(&bound[0]))
@@ -328,9 +341,8 @@ static bool apply_map(bd_chat_run *run, const bd_chat_value *value, const bd_cha
         return false;
     for (size_t i = 0; i < items.count; i++) {
         bd_chat_value item;
-        bool ok = by_name
-                      ? bd_chat_apply_filter(run, (uint32_t)id, &items.items[i], &rest, &item)
-                      : follow_path(run, &items.items[i], &bound[0], &item);
+        bool ok = by_name ? bd_chat_apply_filter(run, (uint32_t)id, &items.items[i], &rest, &item)
+                          : follow_path(run, &items.items[i], &bound[0], &item);
         if (!ok) return false;
         if (!by_name && item.kind == BD_CHAT_UNDEFINED && bd_chat_given(&bound[1])) item = bound[1];
         if (!bd_chat_list_add(run, out, &item)) return false;
@@ -343,6 +355,7 @@ static bool apply_select(bd_chat_run *run, const bd_chat_value *value, const bd_
                          bool by_attr, bool wanted, bd_chat_value *out) {
     bd_chat_list items;
     bd_chat_args rest = *args;
+    if (!bd_chat_truth(value)) return bd_chat_list_new(run, BD_CHAT_GENERATOR, 0, out);
     size_t skip = by_attr ? 1 : 0;
     if (args->keyword_count > 0 || args->count < skip)
         return bd_chat_fail(run, BD_E_FORMAT, "select and reject take a test and its argument");
@@ -352,8 +365,7 @@ static bool apply_select(bd_chat_run *run, const bd_chat_value *value, const bd_
         return bd_chat_fail(run, BD_E_UNSUPPORTED, "the test given to select is not supported");
     rest.items += skip + (test != NULL);
     rest.count -= skip + (test != NULL);
-    if (!bd_chat_elements(run, value, &items) ||
-        !bd_chat_list_new(run, BD_CHAT_GENERATOR, 0, out))
+    if (!bd_chat_elements(run, value, &items) || !bd_chat_list_new(run, BD_CHAT_GENERATOR, 0, out))
         return false;
     for (size_t i = 0; i < items.count; i++) {
         bd_chat_value item = items.items[i];

@@ -12,14 +12,15 @@
 #include "bitdelta/tokenizer/chat_template.h"
 
 enum {
-    BD_CHAT_DEPTH_MAX = 200,       /* of the tree, of nested values and of a rendering's recursion */
-    BD_CHAT_RANGE_MAX = 100000,    /* elements of range(), as the reference's sandbox has it */
-    BD_CHAT_NAMES_MAX = 4096,      /* different names in a template */
-    BD_CHAT_ARGUMENTS_MAX = 16,    /* of one call */
-    BD_CHAT_BYTES_PER_STEP = 64,   /* text handled for the price of one step */
+    BD_CHAT_DEPTH_MAX = 200,     /* of the tree */
+    BD_CHAT_RUN_DEPTH_MAX = 600, /* of a rendering's recursion, over nested values too */
+    BD_CHAT_RANGE_MAX = 100000,  /* elements of range(), as the reference's sandbox has it */
+    BD_CHAT_NAMES_MAX = 4096,    /* different names in a template */
+    BD_CHAT_ARGUMENTS_MAX = 16,  /* of one call */
+    BD_CHAT_BYTES_PER_STEP = 64, /* text handled for the price of one step */
 };
 #define BD_CHAT_STEPS_MAX       ((uint64_t)50000000)
-#define BD_CHAT_ARENA_BYTES_MAX ((size_t)256 << 20)
+#define BD_CHAT_ARENA_BYTES_MAX ((size_t)128 << 20)
 
 /* ---- Values ---- */
 
@@ -40,11 +41,11 @@ typedef enum bd_chat_kind {
 } bd_chat_kind;
 
 typedef enum bd_chat_flavour { /* of a LIST */
-    BD_CHAT_PLAIN,
-    BD_CHAT_TUPLE,
-    BD_CHAT_RANGE,
-    BD_CHAT_GENERATOR, /* can be gone through once, has no length */
-    BD_CHAT_VIEW,      /* of a dict: no indexing */
+                               BD_CHAT_PLAIN,
+                               BD_CHAT_TUPLE,
+                               BD_CHAT_RANGE,
+                               BD_CHAT_GENERATOR, /* can be gone through once, has no length */
+                               BD_CHAT_VIEW,      /* of a dict: no indexing */
 } bd_chat_flavour;
 
 typedef struct bd_chat_value {
@@ -105,11 +106,11 @@ typedef enum bd_chat_op {
     BD_CHAT_OP_NAME,
     BD_CHAT_OP_LIST,
     BD_CHAT_OP_TUPLE,
-    BD_CHAT_OP_DICT,  /* [key, value, ...] */
-    BD_CHAT_OP_ATTR,  /* [object] name */
-    BD_CHAT_OP_ITEM,  /* [object, key] */
-    BD_CHAT_OP_SLICE, /* [object, from, to, step], absent ones NULL */
-    BD_CHAT_OP_CALL,  /* [callee, arguments...] */
+    BD_CHAT_OP_DICT,   /* [key, value, ...] */
+    BD_CHAT_OP_ATTR,   /* [object] name */
+    BD_CHAT_OP_ITEM,   /* [object, key] */
+    BD_CHAT_OP_SLICE,  /* [object, from, to, step], absent ones NULL */
+    BD_CHAT_OP_CALL,   /* [callee, arguments...] */
     BD_CHAT_OP_FILTER, /* [value, arguments...] id; value NULL inside {% set x | f %} */
     BD_CHAT_OP_TEST,   /* [value, arguments...] id */
     BD_CHAT_OP_NOT,
@@ -125,7 +126,7 @@ typedef enum bd_chat_op {
     BD_CHAT_OP_FLOOR_DIVIDE,
     BD_CHAT_OP_MODULO,
     BD_CHAT_OP_CONCAT,
-    BD_CHAT_OP_CHOOSE, /* [condition, then, else]; else may be NULL */
+    BD_CHAT_OP_CHOOSE,  /* [condition, then, else]; else may be NULL */
     BD_CHAT_OP_NS_ATTR, /* only a target: name.attribute */
     /* statements */
     BD_CHAT_OP_BODY,
@@ -156,7 +157,7 @@ typedef struct bd_chat_node {
     uint8_t op;
     uint16_t depth; /* of the tree below, itself included */
     uint32_t line, count;
-    uint32_t name, id; /* index into the template's names; index into a table */
+    uint32_t name, id;        /* index into the template's names; index into a table */
     uint32_t keyword_count;   /* the last arguments have names */
     const uint32_t *keywords; /* [keyword_count] */
     const uint8_t *compare;   /* [count - 1] */
@@ -226,8 +227,8 @@ typedef struct bd_chat_lexer {
 
 /* false: lexer->status and err. */
 bool bd_chat_lex(bd_chat_lexer *lexer, bd_chat_token *token);
-bool bd_chat_lex_fail(bd_chat_lexer *lexer, uint32_t line, bd_status status, const char *format, ...)
-    BD_PRINTF(4, 5);
+bool bd_chat_lex_fail(bd_chat_lexer *lexer, uint32_t line, bd_status status, const char *format,
+                      ...) BD_PRINTF(4, 5);
 
 /* ---- Parser (chat_parse.c statements, chat_parse_expr.c expressions) ---- */
 
@@ -294,6 +295,7 @@ typedef struct bd_chat_run {
     bd_strbuf *out;
     bd_chat_scope *scope;
     const bd_chat_value *variables; /* [name_count], UNDEFINED with text NULL: not given */
+    const bd_chat_value *piped;     /* the body that filters of a {% set %} begin with */
     enum { BD_CHAT_GO_ON, BD_CHAT_BREAK, BD_CHAT_CONTINUE } flow;
 } bd_chat_run;
 
@@ -331,6 +333,8 @@ bool bd_chat_dict_put(bd_chat_run *run, bd_chat_dict *dict, const bd_chat_value 
 bool bd_chat_dict_find(bd_chat_run *run, const bd_chat_dict *dict, const bd_chat_value *key,
                        const bd_chat_value **found);
 const bd_chat_value *bd_chat_dict_text(const bd_chat_dict *dict, const char *key, size_t bytes);
+/* Whether Python lets it be a key: no list, no mapping, also inside a tuple. */
+bool bd_chat_hashable(const bd_chat_value *value);
 bool bd_chat_pairs(bd_chat_run *run, const bd_chat_dict *dict, bd_chat_flavour flavour,
                    bd_chat_value *out);
 /* What iteration gives: a list for a list, keys of a dict, characters of a string. */
@@ -401,6 +405,8 @@ bool bd_chat_getattr(bd_chat_run *run, const bd_chat_value *object, const bd_cha
                      bd_chat_value *out);
 bool bd_chat_getitem(bd_chat_run *run, const bd_chat_value *object, const bd_chat_value *key,
                      bd_chat_value *out);
+bool bd_chat_calculate(bd_chat_run *run, bd_chat_op op, const bd_chat_value *a,
+                       const bd_chat_value *b, bd_chat_value *out);
 bool bd_chat_define(bd_chat_run *run, uint32_t name, const bd_chat_value *value);
 bool bd_chat_exec(bd_chat_run *run, const bd_chat_node *node);
 bool bd_chat_call_macro(bd_chat_run *run, const bd_chat_macro *macro, const bd_chat_args *args,

@@ -85,10 +85,8 @@ static const char *strip_before(const bd_chat_lexer *lexer, const char *from, co
 
 static void give_data(const bd_chat_lexer *lexer, const char *from, const char *to,
                       bd_chat_token *token) {
-    *token = (bd_chat_token){.kind = BD_CHAT_T_DATA,
-                             .line = lexer->line,
-                             .text = from,
-                             .bytes = (size_t)(to - from)};
+    *token = (bd_chat_token){
+        .kind = BD_CHAT_T_DATA, .line = lexer->line, .text = from, .bytes = (size_t)(to - from)};
 }
 
 static bool skip_comment(bd_chat_lexer *lexer) {
@@ -109,10 +107,8 @@ static bool skip_comment(bd_chat_lexer *lexer) {
 static bool raw_text(bd_chat_lexer *lexer, bd_chat_token *token, bool *given) {
     const char *from = lexer->at, *next = NULL, *at = from;
     for (; at + 1 < lexer->end && !next; at++)
-        if (at[0] == '{' && at[1] == '%')
-            next = match_word_tag(at + 2, lexer->end, "endraw", true);
-    if (!next)
-        return bd_chat_lex_fail(lexer, lexer->line, BD_E_FORMAT, "{%% raw %%} does not end");
+        if (at[0] == '{' && at[1] == '%') next = match_word_tag(at + 2, lexer->end, "endraw", true);
+    if (!next) return bd_chat_lex_fail(lexer, lexer->line, BD_E_FORMAT, "{%% raw %%} does not end");
     const char *to = strip_before(lexer, from, at - 1, false);
     give_data(lexer, from, to, token);
     *given = to > from;
@@ -347,7 +343,8 @@ static bool balance(bd_chat_lexer *lexer, char c) {
     const char *open = strchr(opening, c), *close = strchr(closing, c);
     if (open) {
         if (lexer->open_count == BD_CHAT_DEPTH_MAX)
-            return bd_chat_lex_fail(lexer, lexer->line, BD_E_LIMIT, "brackets are nested too deeply");
+            return bd_chat_lex_fail(lexer, lexer->line, BD_E_LIMIT,
+                                    "brackets are nested too deeply");
         lexer->open[lexer->open_count++] = closing[open - opening];
     } else if (close) {
         if (lexer->open_count == 0 || lexer->open[--lexer->open_count] != c)

@@ -62,7 +62,7 @@ static bool split_space(bd_chat_run *run, const bd_chat_value *self, int64_t mos
         while (end < rest.bytes &&
                !bd_chat_is_space(bd_chat_code_at(rest.text + end, rest.bytes - end, &length)))
             end += length;
-        if (most-- == 0) end = bd_chat_strip(rest, NULL, false, true).bytes;
+        if (most-- == 0) end = rest.bytes;
         bd_chat_value word = bd_chat_text(rest.text, end);
         if (!bd_chat_list_add(run, out, &word)) return false;
         rest = bd_chat_strip(bd_chat_text(rest.text + end, rest.bytes - end), NULL, true, false);
@@ -212,8 +212,8 @@ static bool find(bd_chat_run *run, const bd_chat_value *self, const bd_chat_valu
         size_t left = self->bytes - (size_t)(at + 1 - self->text);
         next = bd_chat_search(at + 1, left, what->text, what->bytes);
     }
-    *out = bd_chat_int(
-        at ? (int64_t)bd_chat_code_count(self->text, (size_t)(at - self->text)) : -1);
+    *out =
+        bd_chat_int(at ? (int64_t)bd_chat_code_count(self->text, (size_t)(at - self->text)) : -1);
     return true;
 }
 
@@ -315,6 +315,8 @@ static bool m_values(bd_chat_run *run, const bd_chat_value *self, const bd_chat_
 static bool m_get(bd_chat_run *run, const bd_chat_value *self, const bd_chat_value *args,
                   bd_chat_value *out) {
     const bd_chat_value *found;
+    if (!bd_chat_hashable(&args[0]))
+        return bd_chat_fail(run, BD_E_FORMAT, "%s cannot be a key", bd_chat_type_name(&args[0]));
     if (!bd_chat_dict_find(run, self->dict, &args[0], &found)) return false;
     *out = found ? *found : bd_chat_given(&args[1]) ? args[1] : bd_chat_none();
     return true;

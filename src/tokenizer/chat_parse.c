@@ -43,9 +43,8 @@ bool bd_chat_syntax(bd_chat_parser *parser, const char *expected) {
     const bd_chat_token *token = &parser->token;
     if (token->kind == BD_CHAT_T_NAME || token->kind == BD_CHAT_T_OPERATOR ||
         token->kind == BD_CHAT_T_INT || token->kind == BD_CHAT_T_FLOAT)
-        return bd_chat_lex_fail(&parser->lexer, token->line, BD_E_FORMAT,
-                                "expected %s, got '%.*s'", expected,
-                                token->bytes > 60 ? 60 : (int)token->bytes, token->text);
+        return bd_chat_lex_fail(&parser->lexer, token->line, BD_E_FORMAT, "expected %s, got '%.*s'",
+                                expected, token->bytes > 60 ? 60 : (int)token->bytes, token->text);
     return bd_chat_lex_fail(&parser->lexer, token->line, BD_E_FORMAT, "expected %s, got %s",
                             expected, kinds[token->kind]);
 }
@@ -272,13 +271,11 @@ static bool parse_generation(bd_chat_parser *parser, bd_chat_node **out) {
     parser->loops = 0;
     bool ok = bd_chat_advance(parser) && parse_block(parser, ends, &body);
     parser->loops = loops;
-    return ok && bd_chat_advance(parser) &&
-           bd_chat_make(parser, BD_CHAT_OP_SCOPE, &body, 1, out);
+    return ok && bd_chat_advance(parser) && bd_chat_make(parser, BD_CHAT_OP_SCOPE, &body, 1, out);
 }
 
 static bool parse_jump(bd_chat_parser *parser, bd_chat_op op, bd_chat_node **out) {
-    if (parser->loops == 0)
-        return bd_chat_syntax(parser, "a loop around 'break' and 'continue'");
+    if (parser->loops == 0) return bd_chat_syntax(parser, "a loop around 'break' and 'continue'");
     return bd_chat_make(parser, op, NULL, 0, out) && bd_chat_advance(parser);
 }
 

@@ -15,8 +15,8 @@ static bool skip_name(bd_chat_parser *parser, const char *name, bool *skipped) {
     return !*skipped || bd_chat_advance(parser);
 }
 
-static bool make_two(bd_chat_parser *parser, bd_chat_op op, bd_chat_node *left,
-                     bd_chat_node *right, bd_chat_node **out) {
+static bool make_two(bd_chat_parser *parser, bd_chat_op op, bd_chat_node *left, bd_chat_node *right,
+                     bd_chat_node **out) {
     bd_chat_node *kids[] = {left, right};
     return bd_chat_make(parser, op, kids, 2, out);
 }
@@ -119,9 +119,9 @@ static bool parse_sum(bd_chat_parser *parser, bd_chat_node **out) {
 
 /* Which comparison the token begins; -1: none. "not in" is taken whole by the caller. */
 static bool find_compare(bd_chat_parser *parser, int *which) {
-    static const char *const texts[] = {[BD_CHAT_EQ] = "==", [BD_CHAT_NE] = "!=",
-                                        [BD_CHAT_LT] = "<",  [BD_CHAT_LE] = "<=",
-                                        [BD_CHAT_GT] = ">",  [BD_CHAT_GE] = ">="};
+    static const char *const texts[] = {
+        [BD_CHAT_EQ] = "==", [BD_CHAT_NE] = "!=", [BD_CHAT_LT] = "<",
+        [BD_CHAT_LE] = "<=", [BD_CHAT_GT] = ">",  [BD_CHAT_GE] = ">="};
     *which = -1;
     for (int i = 0; i < BD_CHAT_IN; i++)
         if (bd_chat_is_op(&parser->token, texts[i])) *which = i;
@@ -152,8 +152,7 @@ static bool parse_compare(bd_chat_parser *parser, bd_chat_node **out) {
     if (count == 0) return true;
     if (!bd_chat_make(parser, BD_CHAT_OP_COMPARE, kids.items, kids.count, out)) return false;
     uint8_t *kept = (uint8_t *)bd_arena_strndup(parser->out->arena, (const char *)ops, count);
-    if (!kept)
-        return bd_chat_lex_fail(&parser->lexer, (*out)->line, BD_E_MEMORY, "out of memory");
+    if (!kept) return bd_chat_lex_fail(&parser->lexer, (*out)->line, BD_E_MEMORY, "out of memory");
     (*out)->compare = kept;
     return true;
 }
@@ -183,9 +182,8 @@ static bool parse_list(bd_chat_parser *parser, bool dict, bd_chat_node **out) {
             !bd_chat_kids_add(parser, &kids, item))
             return false;
     }
-    return bd_chat_advance(parser) &&
-           bd_chat_make(parser, dict ? BD_CHAT_OP_DICT : BD_CHAT_OP_LIST, kids.items, kids.count,
-                        out);
+    return bd_chat_advance(parser) && bd_chat_make(parser, dict ? BD_CHAT_OP_DICT : BD_CHAT_OP_LIST,
+                                                   kids.items, kids.count, out);
 }
 
 static bool parse_name(bd_chat_parser *parser, bd_chat_node **out) {
@@ -195,8 +193,8 @@ static bool parse_name(bd_chat_parser *parser, bd_chat_node **out) {
     bd_chat_value value = is_true || is_false ? bd_chat_bool(is_true) : bd_chat_none();
     if (is_true || is_false || bd_chat_is_name(&token, "none") || bd_chat_is_name(&token, "None"))
         return make_const(parser, &value, out) && bd_chat_advance(parser);
-    static const char *const absent[] = {"cycler", "joiner", "lipsum", "caller",
-                                         "varargs", "kwargs", "self",  "super"};
+    static const char *const absent[] = {"cycler",  "joiner", "lipsum", "caller",
+                                         "varargs", "kwargs", "self",   "super"};
     for (size_t i = 0; i < sizeof absent / sizeof absent[0]; i++)
         if (bd_chat_is_name(&token, absent[i]) && (i < 3 || parser->macros > 0 || i > 5))
             return bd_chat_refuse(parser, token.line, "name", token.text, token.bytes);
@@ -264,7 +262,8 @@ bool bd_chat_parse_tuple(bd_chat_parser *parser, bool with_choice, bool parenthe
 }
 
 static bool parse_target_name(bd_chat_parser *parser, bool with_namespace, bd_chat_node **out) {
-    static const char *const reserved[] = {"true", "false", "none", "True", "False", "None", "loop"};
+    static const char *const reserved[] = {"true",  "false", "none", "True",
+                                           "False", "None",  "loop"};
     if (parser->token.kind != BD_CHAT_T_NAME) return bd_chat_syntax(parser, "a name");
     for (size_t i = 0; i < sizeof reserved / sizeof reserved[0]; i++)
         if (bd_chat_is_name(&parser->token, reserved[i]))
@@ -365,9 +364,10 @@ static bool parse_arguments(bd_chat_parser *parser, bd_chat_op op, bd_chat_node 
         if (kids.count > 1 && !bd_chat_expect_op(parser, ",")) return false;
         if (kids.count > 1 && bd_chat_is_op(&parser->token, ")")) break;
         if (bd_chat_is_op(&parser->token, "*") || bd_chat_is_op(&parser->token, "**"))
-            return bd_chat_refuse(parser, parser->token.line, "argument form",
-                                  parser->token.text, parser->token.bytes);
-        if (kids.count > BD_CHAT_ARGUMENTS_MAX) return bd_chat_syntax(parser, "16 arguments at most");
+            return bd_chat_refuse(parser, parser->token.line, "argument form", parser->token.text,
+                                  parser->token.bytes);
+        if (kids.count > BD_CHAT_ARGUMENTS_MAX)
+            return bd_chat_syntax(parser, "16 arguments at most");
         if (!parse_keyword(parser, &named, &name)) return false;
         if (!named && named_count > 0) return bd_chat_syntax(parser, "a named argument");
         if (named) names[named_count++] = name;
@@ -378,8 +378,7 @@ static bool parse_arguments(bd_chat_parser *parser, bd_chat_op op, bd_chat_node 
     if (given && !bd_chat_advance(parser)) return false;
     if (!bd_chat_make(parser, op, kids.items, kids.count, out)) return false;
     uint32_t *kept = bd_arena_alloc(parser->out->arena, named_count, sizeof *kept);
-    if (!kept)
-        return bd_chat_lex_fail(&parser->lexer, (*out)->line, BD_E_MEMORY, "out of memory");
+    if (!kept) return bd_chat_lex_fail(&parser->lexer, (*out)->line, BD_E_MEMORY, "out of memory");
     for (uint32_t i = 0; i < named_count; i++)
         kept[i] = names[i];
     (*out)->keywords = kept;
@@ -389,10 +388,11 @@ static bool parse_arguments(bd_chat_parser *parser, bd_chat_op op, bd_chat_node 
 
 /* A method nobody has is a mistake of the template, or one that is missing here. */
 static bool parse_call(bd_chat_parser *parser, bd_chat_node *callee, bd_chat_node **out) {
-    const bd_chat_name *name = &parser->out->names[callee->name];
-    if (callee->op == BD_CHAT_OP_ATTR && bd_chat_method_id(name->text, name->bytes) < 0 &&
-        strcmp(name->text, "cycle") != 0)
-        return bd_chat_refuse(parser, callee->line, "method", name->text, name->bytes);
+    if (callee->op == BD_CHAT_OP_ATTR) {
+        const bd_chat_name *name = &parser->out->names[callee->name];
+        if (bd_chat_method_id(name->text, name->bytes) < 0 && strcmp(name->text, "cycle") != 0)
+            return bd_chat_refuse(parser, callee->line, "method", name->text, name->bytes);
+    }
     return parse_arguments(parser, BD_CHAT_OP_CALL, callee, out);
 }
 
@@ -411,13 +411,20 @@ static bool parse_postfix(bd_chat_parser *parser, bd_chat_node **node) {
     }
 }
 
+/* Names of filters and tests may have dots in Jinja; those of chat templates have none. */
+static bool no_dot(bd_chat_parser *parser, const char *what) {
+    return !bd_chat_is_op(&parser->token, ".") ||
+           bd_chat_refuse(parser, parser->token.line, what, "with a dot in its name", 22);
+}
+
 bool bd_chat_parse_filter(bd_chat_parser *parser, bd_chat_node *value, bd_chat_node **out) {
     if (!bd_chat_advance(parser)) return false;
     if (parser->token.kind != BD_CHAT_T_NAME) return bd_chat_syntax(parser, "a filter's name");
     bd_chat_token name = parser->token;
     int id = bd_chat_filter_id(name.text, name.bytes);
     if (id < 0) return bd_chat_refuse(parser, name.line, "filter", name.text, name.bytes);
-    if (!bd_chat_advance(parser) || !parse_arguments(parser, BD_CHAT_OP_FILTER, value, out))
+    if (!bd_chat_advance(parser) || !no_dot(parser, "filter") ||
+        !parse_arguments(parser, BD_CHAT_OP_FILTER, value, out))
         return false;
     (*out)->id = (uint32_t)id;
     (*out)->line = name.line;
@@ -442,7 +449,7 @@ static bool parse_test(bd_chat_parser *parser, bd_chat_node *value, bd_chat_node
     int id = bd_chat_test_id(name.text, name.bytes);
     if (id < 0) return bd_chat_refuse(parser, name.line, "test", name.text, name.bytes);
     if (bd_chat_is_name(&name, "string")) parser->out->tests_string = true;
-    if (!bd_chat_advance(parser)) return false;
+    if (!bd_chat_advance(parser) || !no_dot(parser, "test")) return false;
     if (starts_argument(&parser->token)) {
         bd_chat_node *argument;
         if (bd_chat_is_name(&parser->token, "is")) return bd_chat_syntax(parser, "one test only");

@@ -41,18 +41,41 @@ static const struct {
     const char *name;
     bd_chat_test test;
 } tests[] = {
-    {"defined", TEST_DEFINED},   {"undefined", TEST_UNDEFINED}, {"none", TEST_NONE},
-    {"string", TEST_STRING},     {"mapping", TEST_MAPPING},     {"iterable", TEST_ITERABLE},
-    {"sequence", TEST_SEQUENCE}, {"number", TEST_NUMBER},       {"integer", TEST_INTEGER},
-    {"float", TEST_FLOAT},       {"boolean", TEST_BOOLEAN},     {"true", TEST_TRUE},
-    {"false", TEST_FALSE},       {"callable", TEST_CALLABLE},   {"odd", TEST_ODD},
-    {"even", TEST_EVEN},         {"lower", TEST_LOWER},         {"upper", TEST_UPPER},
-    {"eq", TEST_EQ},             {"equalto", TEST_EQ},          {"==", TEST_EQ},
-    {"ne", TEST_NE},             {"!=", TEST_NE},               {"lt", TEST_LT},
-    {"lessthan", TEST_LT},       {"<", TEST_LT},                {"le", TEST_LE},
-    {"<=", TEST_LE},             {"gt", TEST_GT},               {"greaterthan", TEST_GT},
-    {">", TEST_GT},              {"ge", TEST_GE},               {">=", TEST_GE},
-    {"in", TEST_IN},             {"divisibleby", TEST_DIVISIBLE},
+    {"defined", TEST_DEFINED},
+    {"undefined", TEST_UNDEFINED},
+    {"none", TEST_NONE},
+    {"string", TEST_STRING},
+    {"mapping", TEST_MAPPING},
+    {"iterable", TEST_ITERABLE},
+    {"sequence", TEST_SEQUENCE},
+    {"number", TEST_NUMBER},
+    {"integer", TEST_INTEGER},
+    {"float", TEST_FLOAT},
+    {"boolean", TEST_BOOLEAN},
+    {"true", TEST_TRUE},
+    {"false", TEST_FALSE},
+    {"callable", TEST_CALLABLE},
+    {"odd", TEST_ODD},
+    {"even", TEST_EVEN},
+    {"lower", TEST_LOWER},
+    {"upper", TEST_UPPER},
+    {"eq", TEST_EQ},
+    {"equalto", TEST_EQ},
+    {"==", TEST_EQ},
+    {"ne", TEST_NE},
+    {"!=", TEST_NE},
+    {"lt", TEST_LT},
+    {"lessthan", TEST_LT},
+    {"<", TEST_LT},
+    {"le", TEST_LE},
+    {"<=", TEST_LE},
+    {"gt", TEST_GT},
+    {"greaterthan", TEST_GT},
+    {">", TEST_GT},
+    {"ge", TEST_GE},
+    {">=", TEST_GE},
+    {"in", TEST_IN},
+    {"divisibleby", TEST_DIVISIBLE},
 };
 enum { TEST_NAME_COUNT = sizeof tests / sizeof tests[0] };
 
@@ -87,13 +110,12 @@ static bool has_case(const bd_chat_value *text, bool upper) {
     return any;
 }
 
-static bool divides(bd_chat_run *run, const bd_chat_value *value, int64_t by, int64_t rest,
-                    bool *out) {
-    if (value->kind != BD_CHAT_INT || by == 0 || by == -1)
-        return bd_chat_fail(run, BD_E_FORMAT, "%s cannot be divided", bd_chat_type_name(value));
-    int64_t left = value->integer % by;
-    *out = (left < 0 ? left + (by < 0 ? -by : by) : left) == rest;
-    return true;
+static bool divides(bd_chat_run *run, const bd_chat_value *value, const bd_chat_value *by,
+                    int64_t rest, bool *out) {
+    const bd_chat_value wanted = bd_chat_int(rest);
+    bd_chat_value left;
+    return bd_chat_calculate(run, BD_CHAT_OP_MODULO, value, by, &left) &&
+           bd_chat_equal(run, &left, &wanted, out);
 }
 
 static bool test_case(bd_chat_run *run, const bd_chat_value *value, bool upper, bool *out) {
@@ -104,6 +126,7 @@ static bool test_case(bd_chat_run *run, const bd_chat_value *value, bool upper, 
 }
 
 static bool plain_test(bd_chat_run *run, bd_chat_test test, const bd_chat_value *value, bool *out) {
+    const bd_chat_value two = bd_chat_int(2);
     bool is_bool = value->kind == BD_CHAT_BOOL;
     switch ((int)test) {
     case TEST_DEFINED:
@@ -146,7 +169,7 @@ static bool plain_test(bd_chat_run *run, bd_chat_test test, const bd_chat_value 
         return true;
     case TEST_ODD:
     case TEST_EVEN:
-        return divides(run, value, 2, test == TEST_ODD, out);
+        return divides(run, value, &two, test == TEST_ODD, out);
     default:
         return test_case(run, value, test == TEST_UPPER, out);
     }
@@ -163,8 +186,7 @@ bool bd_chat_apply_test(bd_chat_run *run, uint32_t id, const bd_chat_value *valu
     const bd_chat_value *other = args->items;
     if (test < TEST_WITH_ARGUMENT) return plain_test(run, test, value, out);
     if (test == TEST_IN) return bd_chat_contains(run, value, other, out);
-    if (test == TEST_DIVISIBLE)
-        return divides(run, value, other->kind == BD_CHAT_INT ? other->integer : 0, 0, out);
+    if (test == TEST_DIVISIBLE) return divides(run, value, other, 0, out);
     if (test == TEST_EQ || test == TEST_NE) {
         if (!bd_chat_equal(run, value, other, out)) return false;
         *out = *out == (test == TEST_EQ);
@@ -273,7 +295,8 @@ static bool make_mapping(bd_chat_run *run, bd_chat_kind kind, const bd_chat_args
                          bd_chat_value *out) {
     size_t positional = args->count - args->keyword_count;
     if (positional > 1 || (positional == 1 && args->items[0].kind != BD_CHAT_DICT))
-        return bd_chat_fail(run, BD_E_UNSUPPORTED, "this use of namespace or dict is not supported");
+        return bd_chat_fail(run, BD_E_UNSUPPORTED,
+                            "this use of namespace or dict is not supported");
     if (!bd_chat_dict_new(run, out)) return false;
     for (size_t i = 0; positional == 1 && i < args->items[0].dict->count; i++)
         if (!bd_chat_dict_put(run, out->dict, &args->items[0].dict->keys[i],

@@ -4,7 +4,8 @@
 #include "chat_internal.h"
 
 bool bd_chat_is_space(uint32_t code) {
-    if (code < 0x80) return code == ' ' || (code >= 9 && code <= 13) || (code >= 0x1c && code <= 0x1f);
+    if (code < 0x80)
+        return code == ' ' || (code >= 9 && code <= 13) || (code >= 0x1c && code <= 0x1f);
     return code == 0x85 || code == 0xa0 || code == 0x1680 || (code >= 0x2000 && code <= 0x200a) ||
            code == 0x2028 || code == 0x2029 || code == 0x202f || code == 0x205f || code == 0x3000;
 }
@@ -87,8 +88,8 @@ bool bd_chat_change_case(bd_chat_run *run, const bd_chat_value *text, bd_chat_ca
         bool upper = to == BD_CHAT_UPPER || (to == BD_CHAT_TITLE_WORDS && first);
         bool title = (to == BD_CHAT_TITLE || to == BD_CHAT_CAPITALIZE) && first;
         c = upper ? utf8proc_toupper(c) : title ? utf8proc_totitle(c) : utf8proc_tolower(c);
-        first = to == BD_CHAT_TITLE ? !is_cased(code)
-                                    : to == BD_CHAT_TITLE_WORDS && breaks_word(code);
+        first =
+            to == BD_CHAT_TITLE ? !is_cased(code) : to == BD_CHAT_TITLE_WORDS && breaks_word(code);
         char bytes[4];
         bd_strbuf_append(&buf, bytes, bd_chat_put_code((uint32_t)c, bytes));
     }

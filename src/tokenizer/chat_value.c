@@ -6,12 +6,12 @@
 
 const char *bd_chat_type_name(const bd_chat_value *value) {
     static const char *const names[] = {
-        [BD_CHAT_UNDEFINED] = "undefined", [BD_CHAT_NONE] = "none",
-        [BD_CHAT_BOOL] = "a boolean",      [BD_CHAT_INT] = "an integer",
-        [BD_CHAT_FLOAT] = "a float",       [BD_CHAT_STRING] = "a string",
-        [BD_CHAT_LIST] = "a list",         [BD_CHAT_DICT] = "a mapping",
+        [BD_CHAT_UNDEFINED] = "undefined",   [BD_CHAT_NONE] = "none",
+        [BD_CHAT_BOOL] = "a boolean",        [BD_CHAT_INT] = "an integer",
+        [BD_CHAT_FLOAT] = "a float",         [BD_CHAT_STRING] = "a string",
+        [BD_CHAT_LIST] = "a list",           [BD_CHAT_DICT] = "a mapping",
         [BD_CHAT_NAMESPACE] = "a namespace", [BD_CHAT_LOOP] = "a loop",
-        [BD_CHAT_MACRO] = "a macro",       [BD_CHAT_FUNCTION] = "a function",
+        [BD_CHAT_MACRO] = "a macro",         [BD_CHAT_FUNCTION] = "a function",
         [BD_CHAT_METHOD] = "a method",
     };
     return names[value->kind];
@@ -193,8 +193,7 @@ bool bd_chat_contains(bd_chat_run *run, const bd_chat_value *item, const bd_chat
             if (!bd_chat_equal(run, item, &in->list->items[i], out)) return false;
         return true;
     case BD_CHAT_DICT:
-        if (item->kind == BD_CHAT_DICT ||
-            (item->kind == BD_CHAT_LIST && item->flavour == BD_CHAT_PLAIN))
+        if (!bd_chat_hashable(item))
             return bd_chat_fail(run, BD_E_FORMAT, "%s cannot be a key", bd_chat_type_name(item));
         if (!bd_chat_dict_find(run, in->dict, item, &found)) return false;
         *out = found != NULL;
@@ -230,6 +229,19 @@ bool bd_chat_list_add(bd_chat_run *run, bd_chat_value *value, const bd_chat_valu
     }
     list->items[list->count++] = *item;
     return true;
+}
+
+static bool hashable(const bd_chat_value *value, int depth) {
+    if (value->kind == BD_CHAT_DICT || depth > BD_CHAT_DEPTH_MAX) return false;
+    if (value->kind != BD_CHAT_LIST || value->flavour == BD_CHAT_RANGE) return true;
+    bool ok = value->flavour == BD_CHAT_TUPLE;
+    for (size_t i = 0; ok && i < value->list->count; i++)
+        ok = hashable(&value->list->items[i], depth + 1);
+    return ok;
+}
+
+bool bd_chat_hashable(const bd_chat_value *value) {
+    return hashable(value, 0);
 }
 
 bool bd_chat_dict_new(bd_chat_run *run, bd_chat_value *out) {
@@ -284,8 +296,7 @@ static bool grow_dict(bd_chat_run *run, bd_chat_dict *dict) {
 bool bd_chat_dict_put(bd_chat_run *run, bd_chat_dict *dict, const bd_chat_value *key,
                       const bd_chat_value *value) {
     const bd_chat_value *found;
-    bool hashable = key->kind <= BD_CHAT_STRING && key->kind != BD_CHAT_UNDEFINED;
-    if (!hashable && !(key->kind == BD_CHAT_LIST && key->flavour == BD_CHAT_TUPLE))
+    if (!bd_chat_hashable(key))
         return bd_chat_fail(run, BD_E_FORMAT, "%s cannot be a key", bd_chat_type_name(key));
     if (!bd_chat_dict_find(run, dict, key, &found)) return false;
     if (found) {

@@ -104,7 +104,8 @@ static bool write_dict(bd_chat_run *run, const bd_chat_dict *dict, bd_strbuf *ou
 
 static bool write_repr(bd_chat_run *run, const bd_chat_value *value, bd_strbuf *out) {
     bool ok;
-    if (!bd_chat_spend(run, 1 + (value->kind == BD_CHAT_STRING ? value->bytes / 8 : 0))) return false;
+    if (!bd_chat_spend(run, 1 + (value->kind == BD_CHAT_STRING ? value->bytes / 8 : 0)))
+        return false;
     switch ((int)value->kind) {
     case BD_CHAT_STRING:
         write_repr_text(value, out);
@@ -255,7 +256,8 @@ static bool write_json_members(json_writer *writer, const bd_chat_value *value) 
     bd_strbuf_puts(writer->out, dict ? "{" : "[");
     writer->level++;
     for (size_t i = 0; i < count; i++) {
-        if (i > 0) separate(writer, &writer->style->item_separator, writer->style->pretty ? "," : ", ");
+        if (i > 0)
+            separate(writer, &writer->style->item_separator, writer->style->pretty ? "," : ", ");
         new_line(writer);
         if (!dict) {
             if (!write_json(writer, &value->list->items[i])) return false;
