@@ -5,11 +5,14 @@
  *   cc -O2 -D_GNU_SOURCE -Iinclude -Isrc bench/loader.c build/libbd_loader.a build/libbd_base.a \
  *       -luring -lxxhash -lpthread -lm -o bench_loader
  *   ./bench_loader FILE [--mib 4096] [--rounds 5] [--depth 8] [--block-mib 4] [--threads 8]
+ *       [--fio 1] [--first-round 0]
  *
- * FILE is written with random bytes first unless it has the size already. Readers: raw-uring (one
- * ring, registered buffers), raw-pread (threads), uring and pread (the loader: chunk sums checked,
- * bytes copied to pages). All of them use O_DIRECT. CSV: reader,round,mib,seconds,gb_per_s,cpu_s;
- * medians go to stderr. */
+ * FILE is written with random bytes first unless it has the size already; its sums are kept in
+ * FILE.sums. Readers: fio (io_uring, same block and depth; --fio 1), raw-uring (one ring,
+ * registered buffers) and raw-pread (threads; without --fio), uring and pread (the loader: chunk
+ * sums checked, bytes copied to pages). All of them use O_DIRECT. CSV:
+ * reader,round,mib,seconds,gb_per_s,cpu_s; medians go to stderr. bench/loader.sh runs it against
+ * fio. */
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -28,15 +31,16 @@
 #include "loader/loader_internal.h"
 
 #define PAGE_BYTES (2u << 20)
+#define PAGES_REAL 64u /* the rest are these again: memory for the whole file is not wanted */
 
 typedef struct bench {
     const char *path;
-    uint64_t mib, rounds, depth, block_mib, threads;
+    uint64_t mib, rounds, depth, block_mib, threads, fio, first_round;
     uint64_t bytes, block_bytes;
     bd_delta delta;
     bd_delta_file file;
     uint64_t *sums;
-    uint8_t *memory; /* the pages: as many bytes as the file */
+    uint8_t *memory; /* of the pages */
     void **pages;
     uint32_t page_count;
 } bench;
@@ -72,8 +76,6 @@ static void write_file(const bench *b) {
 
 /* Sums of what is on disk; O_DIRECT, so that no reader finds the file in the page cache. */
 static void sum_file(bench *b) {
-    b->file.chunk_count = (uint32_t)(b->bytes / BD_DELTA_CHUNK_BYTES);
-    b->sums = calloc(b->file.chunk_count, sizeof *b->sums);
     void *chunk = NULL;
     int fd = open(b->path, O_RDONLY | O_CLOEXEC | O_DIRECT);
     if (fd < 0 || !b->sums || posix_memalign(&chunk, 4096, BD_DELTA_CHUNK_BYTES) != 0) die(b->path);
@@ -85,10 +87,36 @@ static void sum_file(bench *b) {
     free(chunk);
 }
 
+/* Sums of an earlier run spare reading it all. */
+static bool sums_kept(bench *b, const char *path) {
+    b->file.chunk_count = (uint32_t)(b->bytes / BD_DELTA_CHUNK_BYTES);
+    b->sums = calloc(b->file.chunk_count, sizeof *b->sums);
+    FILE *file = fopen(path, "rb");
+    if (!b->sums) die("sums");
+    if (!file) return false;
+    bool all = fread(b->sums, sizeof *b->sums, b->file.chunk_count, file) == b->file.chunk_count &&
+               fgetc(file) == EOF;
+    fclose(file);
+    return all;
+}
+
+static void keep_sums(const bench *b, const char *path) {
+    FILE *file = fopen(path, "wb");
+    if (!file || fwrite(b->sums, sizeof *b->sums, b->file.chunk_count, file) != b->file.chunk_count)
+        die(path);
+    fclose(file);
+}
+
 static void make_delta(bench *b) {
     struct stat st;
-    if (stat(b->path, &st) != 0 || (uint64_t)st.st_size != b->bytes) write_file(b);
-    sum_file(b);
+    char sums[4096];
+    snprintf(sums, sizeof sums, "%s.sums", b->path);
+    bool old = stat(b->path, &st) == 0 && (uint64_t)st.st_size == b->bytes;
+    if (!old) write_file(b);
+    if (!sums_kept(b, sums) || !old) {
+        sum_file(b);
+        keep_sums(b, sums);
+    }
     const char *slash = strrchr(b->path, '/');
     snprintf(b->delta.dir, sizeof b->delta.dir, "%.*s", slash ? (int)(slash - b->path) : 1,
              slash ? b->path : ".");
@@ -101,11 +129,11 @@ static void make_delta(bench *b) {
     b->delta.shard_count = 1;
     b->page_count = (uint32_t)(b->bytes / PAGE_BYTES);
     b->pages = calloc(b->page_count, sizeof(void *));
-    b->memory = mmap(NULL, b->bytes, PROT_READ | PROT_WRITE,
+    b->memory = mmap(NULL, PAGES_REAL * PAGE_BYTES, PROT_READ | PROT_WRITE,
                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
     if (!b->pages || b->memory == MAP_FAILED) die("memory for the pages");
     for (uint32_t i = 0; i < b->page_count; i++)
-        b->pages[i] = b->memory + (size_t)i * PAGE_BYTES;
+        b->pages[i] = b->memory + (size_t)(i % PAGES_REAL) * PAGE_BYTES;
 }
 
 /* ---- the loader, over a plan that copies ---- */
@@ -326,35 +354,67 @@ static int ascending(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
+/* fio's own account of one pass: its start and end are not the disk's. */
+static double run_fio(bench *b) {
+    char command[8192], line[4096];
+    snprintf(command, sizeof command,
+             "fio --name=b --filename='%s' --readonly --rw=read --direct=1 --ioengine=io_uring "
+             "--bs=%" PRIu64 "M --iodepth=%" PRIu64 " --size=%" PRIu64 "M --fixedbufs=1 "
+             "--output-format=terse --terse-version=3",
+             b->path, b->block_mib, b->depth, b->bytes >> 20);
+    FILE *out = popen(command, "r");
+    double ms = 0;
+    if (!out || !fgets(line, sizeof line, out)) die("fio");
+    const char *at = line;
+    for (int field = 0; field < 8 && at; field++) /* ;runtime is the ninth */
+        at = (at = strchr(at, ';')) ? at + 1 : NULL;
+    if (at) ms = strtod(at, NULL);
+    if (pclose(out) != 0 || ms <= 0) die("fio");
+    return ms * 1e-3;
+}
+
+static double timed(bench *b, void (*run)(bench *b)) {
+    uint64_t before = bd_now_us();
+    run(b);
+    return (double)(bd_now_us() - before) * 1e-6;
+}
+
+enum { READERS = 5, ROUNDS_MAX = 100 };
+
+typedef struct reader {
+    const char *name;
+    void (*run)(bench *b); /* NULL: fio */
+    double speed[ROUNDS_MAX], cpu[ROUNDS_MAX];
+} reader;
+
+static void run_one(bench *b, reader *r, uint64_t round) {
+    double cpu_before = cpu_seconds();
+    double seconds = r->run ? timed(b, r->run) : run_fio(b);
+    r->speed[round] = (double)b->bytes / seconds * 1e-9;
+    r->cpu[round] = cpu_seconds() - cpu_before;
+    printf("%s,%" PRIu64 ",%" PRIu64 ",%.3f,%.3f,%.3f\n", r->name, b->first_round + round, b->mib,
+           seconds, r->speed[round], r->cpu[round]);
+    fflush(stdout);
+}
+
 static void run_rounds(bench *b) {
-    enum { READERS = 4, ROUNDS_MAX = 100 };
-    static const struct {
-        const char *name;
-        void (*run)(bench *b);
-    } readers[READERS] = {{"raw-uring", raw_uring},
-                          {"uring", read_uring},
-                          {"raw-pread", raw_pread},
-                          {"pread", read_pread}};
-    static double speed[READERS][ROUNDS_MAX], cpu[READERS][ROUNDS_MAX];
-    printf("reader,round,mib,seconds,gb_per_s,cpu_s\n");
+    static reader readers[READERS] = {{.name = "fio"},
+                                      {.name = "uring", .run = read_uring},
+                                      {.name = "pread", .run = read_pread},
+                                      {.name = "raw-uring", .run = raw_uring},
+                                      {.name = "raw-pread", .run = raw_pread}};
+    uint32_t first = b->fio ? 0 : 1, count = b->fio ? 3 : 4;
+    if (b->first_round == 0) printf("reader,round,mib,seconds,gb_per_s,cpu_s\n");
     for (uint64_t round = 0; round < b->rounds; round++)
-        for (int r = 0; r < READERS; r++) {
-            double cpu_before = cpu_seconds();
-            uint64_t before = bd_now_us();
-            readers[r].run(b);
-            double seconds = (double)(bd_now_us() - before) * 1e-6;
-            speed[r][round] = (double)b->bytes / seconds * 1e-9;
-            cpu[r][round] = cpu_seconds() - cpu_before;
-            printf("%s,%" PRIu64 ",%" PRIu64 ",%.3f,%.3f,%.3f\n", readers[r].name, round, b->mib,
-                   seconds, speed[r][round], cpu[r][round]);
-            fflush(stdout);
-        }
-    for (int r = 0; r < READERS; r++) {
-        qsort(speed[r], b->rounds, sizeof(double), ascending);
-        qsort(cpu[r], b->rounds, sizeof(double), ascending);
-        fprintf(stderr, "%-9s %.2f GB/s (%.2f to %.2f), CPU %.2f s\n", readers[r].name,
-                speed[r][b->rounds / 2], speed[r][0], speed[r][b->rounds - 1],
-                cpu[r][b->rounds / 2]);
+        for (uint32_t r = 0; r < count; r++) /* each is first in turn */
+            run_one(b, &readers[first + (r + b->first_round + round) % count], round);
+    for (uint32_t i = first; i < first + count; i++) {
+        reader *r = &readers[i];
+        qsort(r->speed, b->rounds, sizeof(double), ascending);
+        qsort(r->cpu, b->rounds, sizeof(double), ascending);
+        fprintf(stderr, "%-9s %.2f GB/s (%.2f to %.2f), CPU %.2f s\n", r->name,
+                r->speed[b->rounds / 2], r->speed[0], r->speed[b->rounds - 1],
+                r->cpu[b->rounds / 2]);
     }
 }
 
@@ -363,7 +423,7 @@ static bool option(const char *name, uint64_t max, int argc, char **argv, uint64
         if (strcmp(argv[i], name) != 0) continue;
         char *end = NULL;
         *out = strtoull(argv[i + 1], &end, 10);
-        return *end == '\0' && *out > 0 && *out <= max;
+        return *end == '\0' && end != argv[i + 1] && *out <= max;
     }
     return true;
 }
@@ -374,10 +434,14 @@ int main(int argc, char **argv) {
               option("--rounds", 100, argc, argv, &b.rounds) &&
               option("--depth", 1024, argc, argv, &b.depth) &&
               option("--block-mib", 256, argc, argv, &b.block_mib) &&
-              option("--threads", 1024, argc, argv, &b.threads) && b.block_mib % 4 == 0;
+              option("--threads", 1024, argc, argv, &b.threads) &&
+              option("--fio", 1, argc, argv, &b.fio) &&
+              option("--first-round", 1000, argc, argv, &b.first_round) && b.block_mib > 0 &&
+              b.block_mib % 4 == 0 && b.mib > 0 && b.rounds > 0 && b.depth > 0 && b.threads > 0;
     if (!ok) {
         fprintf(stderr, "usage: bench_loader FILE [--mib N] [--rounds N] [--depth N] "
-                        "[--block-mib N, a multiple of 4] [--threads N]\n");
+                        "[--block-mib N, a multiple of 4] [--threads N] [--fio 1] "
+                        "[--first-round N]\n");
         return 2;
     }
     b.path = argv[1];
@@ -385,7 +449,7 @@ int main(int argc, char **argv) {
     b.bytes = ((b.mib << 20) + b.block_bytes - 1) / b.block_bytes * b.block_bytes;
     make_delta(&b);
     run_rounds(&b);
-    munmap(b.memory, b.bytes);
+    munmap(b.memory, PAGES_REAL * PAGE_BYTES);
     free(b.pages);
     free(b.sums);
     return 0;

@@ -222,7 +222,7 @@ static inline void lab_submit(lab *l, lab_request *r, int32_t variant, uint32_t 
     r->new_tokens = new_tokens;
     for (uint32_t i = 0; i < prompt_tokens; i++) {
         seed = seed * 6364136223846793005u + 1442695040888963407u;
-        r->prompt[i] = (int32_t)(seed >> 33) % 4000;
+        r->prompt[i] = (int32_t)(seed >> 33) % 500;
     }
     r->call.run = lab_arrive;
     r->asked_us = bd_now_us();
@@ -339,12 +339,13 @@ static inline uint32_t lab_add(lab *l, const char *dir) {
     return at;
 }
 
-static inline void lab_open_host(lab *l, uint32_t slots, uint32_t threads, uint64_t host_bytes) {
+static inline void lab_open_base(lab *l, const char *base, uint32_t slots, uint32_t threads,
+                                 uint64_t host_bytes) {
     bd_error err = {0};
     memset(l, 0, sizeof *l);
     pthread_mutex_init(&l->lock, NULL);
     l->metrics = bd_metrics_create(256);
-    const bd_model_options model = {.dir = "demo/zen-mini",
+    const bd_model_options model = {.dir = base,
                                     .ops = bd_backend_cpu_ops(),
                                     .rank_count = 1,
                                     .thread_count = threads,
@@ -388,6 +389,10 @@ static inline void lab_open_host(lab *l, uint32_t slots, uint32_t threads, uint6
     pthread_mutex_lock(&l->lock);
     l->engine = engine;
     pthread_mutex_unlock(&l->lock);
+}
+
+static inline void lab_open_host(lab *l, uint32_t slots, uint32_t threads, uint64_t host_bytes) {
+    lab_open_base(l, "demo/zen-mini", slots, threads, host_bytes);
 }
 
 static inline void lab_open(lab *l, uint32_t slots, uint32_t threads) {

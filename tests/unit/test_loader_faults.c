@@ -10,6 +10,7 @@
 #include <linux/audit.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
+#include <signal.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
@@ -399,6 +400,39 @@ static int memlock_child(void) {
     return rc;
 }
 
+static void forbid_direct(void) {
+    struct sock_filter filter[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_openat, 0, 3),
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, args[2])),
+        BPF_JUMP(BPF_JMP | BPF_JSET | BPF_K, O_DIRECT, 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EINVAL),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    };
+    const struct sock_fprog program = {.len = 6, .filter = filter};
+    BD_ASSERT(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
+    BD_ASSERT(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0);
+}
+
+/* A file system that takes no O_DIRECT: both readers read buffered. */
+static int no_direct_child(void) {
+    forbid_direct();
+    for (size_t r = 0; r < 2; r++) {
+        scene s;
+        if (!scene_make(&s, readers[r], SCENE_CHUNK)) continue;
+        char path[1200];
+        fake_path(&s.variant, 0, path, sizeof path);
+        if (open(path, O_RDONLY | O_DIRECT | O_CLOEXEC) >= 0 || errno != EINVAL) return 1;
+        scene_submit(&s);
+        scene_await(&s);
+        if (s.load.status != BD_OK) return 2;
+        fake_overlay_destroy(s.load.overlay);
+        if (memcmp(s.memory, s.variant.content[0], scene_sizes[0]) != 0) return 3;
+        scene_end(&s);
+    }
+    return 0;
+}
+
 static int run_child(int (*body)(void)) {
     fflush(NULL);
     pid_t pid = fork();
@@ -421,6 +455,50 @@ static void test_memlock_limit(void **state) {
     assert_int_equal(rc, 0);
 }
 
+static void test_no_direct(void **state) {
+    (void)state;
+    assert_int_equal(run_child(no_direct_child), 0);
+}
+
+/* Killed while reads fly, again and again: nothing is left behind that hurts the next process. */
+static void test_killed_while_loading(void **state) {
+    (void)state;
+    for (uint32_t round = 0; round < 12; round++) {
+        scene s;
+        if (!scene_make(&s, readers[round % 2], SCENE_CHUNK)) continue;
+        fflush(NULL);
+        pid_t pid = fork();
+        assert_true(pid >= 0);
+        if (pid == 0) {
+            /* The parent's loader threads are not here: one of its own. */
+            const bd_loader_source table = fake_loader_source(&s.source);
+            const bd_loader_options options = {.io = readers[round % 2],
+                                               .block_bytes = SCENE_CHUNK};
+            bd_loader *loader = NULL;
+            if (bd_loader_create_with(&options, &table, &loader, NULL) != BD_OK) _exit(1);
+            for (;;) {
+                bd_load load = {
+                    .delta = s.load.delta, .pages = s.load.pages, .page_count = s.load.page_count};
+                if (bd_loader_submit(loader, &load, NULL) != BD_OK) _exit(2);
+                while (!bd_load_finished(&load))
+                    usleep(50);
+                fake_overlay_destroy(load.overlay);
+            }
+        }
+        usleep((useconds_t)(2000 + fake_below(20000)));
+        assert_int_equal(kill(pid, SIGKILL), 0);
+        int status = 0;
+        assert_int_equal(waitpid(pid, &status, 0), pid);
+        assert_true(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+        scene_submit(&s);
+        scene_await(&s);
+        assert_int_equal(s.load.status, BD_OK);
+        fake_overlay_destroy(s.load.overlay);
+        assert_memory_equal(s.memory, s.variant.content[0], scene_sizes[0]);
+        scene_end(&s);
+    }
+}
+
 int main(void) {
     fake_seed("test_loader_faults");
     const struct CMUnitTest tests[] = {
@@ -434,6 +512,8 @@ int main(void) {
         cmocka_unit_test(test_destroy_under_load),
         cmocka_unit_test(test_io_uring_refused),
         cmocka_unit_test(test_memlock_limit),
+        cmocka_unit_test(test_no_direct),
+        cmocka_unit_test(test_killed_while_loading),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -160,6 +160,40 @@ static int32_t mostly_short(fake_source *source, uint64_t offset, uint32_t bytes
     return result > 4096 ? 4096 : result;
 }
 
+/* What O_DIRECT would refuse must not even be asked for: the loader would fall back to buffered
+ * reads and arrive all the same. */
+static _Atomic uint32_t unaligned;
+
+static int32_t watch_alignment(fake_source *source, uint64_t offset, uint32_t bytes,
+                               int32_t result) {
+    if (offset % 4096 != 0 || bytes % 4096 != 0) atomic_fetch_add(&unaligned, 1);
+    return random_faults(source, offset, bytes, result);
+}
+
+static bool directs(void) { /* whether the tests' directory takes O_DIRECT */
+    char path[] = P_tmpdir "/bd-direct-XXXXXX";
+    int fd = mkstemp(path);
+    BD_ASSERT(fd >= 0);
+    close(fd);
+    fd = open(path, O_RDONLY | O_DIRECT | O_CLOEXEC);
+    if (fd >= 0) close(fd);
+    unlink(path);
+    return fd >= 0;
+}
+
+static void test_direct_reads_stay_aligned(void **state) {
+    (void)state;
+    static const uint64_t sizes[] = {262145, 70001};
+    if (!directs()) skip();
+    for (size_t r = 0; r < 2; r++) {
+        for (uint32_t round = 0; round < 5; round++) {
+            fake_source source = {.fault = watch_alignment};
+            load_and_compare(&source, readers[r], 32768, sizes, 2, 32768);
+        }
+    }
+    assert_int_equal(atomic_load(&unaligned), 0);
+}
+
 static int32_t refuse_once(fake_source *source, uint64_t offset, uint32_t bytes, int32_t result) {
     (void)bytes, (void)offset;
     return atomic_load(&source->faults) < 1 ? -EINVAL : result;
@@ -285,6 +319,7 @@ int main(void) {
         cmocka_unit_test(test_sizes),
         cmocka_unit_test(test_random_shapes),
         cmocka_unit_test(test_faulty_reads_still_arrive),
+        cmocka_unit_test(test_direct_reads_stay_aligned),
         cmocka_unit_test(test_many_at_once),
         cmocka_unit_test(test_metrics_and_notify),
         cmocka_unit_test(test_options),
