@@ -2,7 +2,8 @@
 # The one test command: installs what it needs, builds, runs every test, ends with "N passed, N failed, N skipped".
 #   tests/run.sh             all of it (about 15 minutes on 2 cores)
 #   tests/run.sh --quick     one build, unit and end-to-end tests only
-#   tests/run.sh --oracles   also the comparisons that need torch and transformers (downloads about 2 GB)
+#   tests/run.sh --oracles   also the comparisons with transformers, PEFT, lm_eval and a real model (downloads about 3 GB,
+#                            the model into ~/.cache/bitdelta or $BD_ORACLE_CACHE)
 # Not part of it, for the time they take: tests/tidy.sh (clang-tidy), longer fuzzing (tests/fuzz/README.md).
 set -u
 cd "$(dirname "$0")/.." || exit 1
@@ -37,7 +38,10 @@ run_ctest build unit
 say "end to end"
 export BITDELTA_BIN=$PWD/build/bitdelta
 marks="not oracles"
-if [ $oracles = 1 ]; then .venv/bin/pip install -q -r tests/requirements-oracles.txt && marks=""; fi
+if [ $oracles = 1 ]; then
+    check oracle-packages .venv/bin/pip install -q --disable-pip-version-check -r tests/requirements-oracles.txt
+    marks=""
+fi
 .venv/bin/python -m pytest tests/e2e -q -x --maxfail=20 -m "$marks" --junitxml=$PWD/$results/e2e.xml
 
 if [ $quick = 0 ]; then
@@ -47,6 +51,14 @@ if [ $quick = 0 ]; then
     say "build: clang with ThreadSanitizer"
     check build-tsan build_tree build-tsan -DCMAKE_C_COMPILER=clang -DBD_CUDA=off -DBD_SANITIZE=thread
     run_ctest build-tsan tsan 'base_(mailbox|pool|metrics)|tokenizer_threads|loader|cache|engine_[ks]|router|http'
+    say "build: arm64, run under emulation"
+    if arm64_ready; then
+        check build-arm64 build_arm64 build-arm64
+        check arm64-version qemu-aarch64-static -L .cache/arm64/root build-arm64/bitdelta --version
+        run_ctest build-arm64 arm64 "^test_($arm64_rooms)_"
+    else
+        skip arm64 "its compiler, emulator or libraries could not be installed"
+    fi
 fi
 
 say "result"
