@@ -31,8 +31,11 @@ static void write_variant(const bd_router_info *whole, uint64_t now_us, bd_strbu
     const bd_variant_info *info = &whole->cache;
     bd_strbuf_puts(out, "{\"name\":");
     bd_strbuf_json_string(out, info->name, strlen(info->name));
-    bd_strbuf_printf(out, ",\"state\":\"%s\",\"page_bytes\":%" PRIu64 ",\"file_bytes\":%" PRIu64,
-                     state_names[info->state], info->page_bytes, info->file_bytes);
+    bd_strbuf_printf(out,
+                     ",\"state\":\"%s\",\"page_bytes\":%" PRIu64 ",\"file_bytes\":%" PRIu64
+                     ",\"host_bytes\":%" PRIu64,
+                     state_names[info->state], info->page_bytes, info->file_bytes,
+                     info->host_bytes);
     bd_strbuf_puts(out, ",\"digest\":\"");
     for (size_t i = 0; i < sizeof whole->digest; i++)
         bd_strbuf_printf(out, "%02x", whole->digest[i]);

@@ -151,9 +151,11 @@ def events_of(data):
 
 def start_server(*extra, deltas="demo/deltas", environment=None, ready=True):
     arguments = ["--base", "demo/zen-mini", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--backend", "cpu"]
-    if deltas:
+    if "--config" in extra:
+        arguments = []  # the file says it all
+    elif deltas:
         arguments += ["--deltas", deltas]
-    if "--slots" not in extra:
+    if "--slots" not in extra and arguments:
         arguments += ["--slots", "8"]
     server = Server([*arguments, *extra], environment)
     return server.wait_ready() if ready else server
