@@ -3,9 +3,18 @@
 #   demo/run.sh          leaves the server running on PORT (default 8080)
 #   demo/run.sh check    the same, and stops it at the end
 #   demo/run.sh stop     stops it
+# Exit status 2: wrong usage.
 set -eu
 cd "$(dirname "$0")/.."
 port=${PORT:-8080}
+case $port in
+*[!0-9]* | "") port=0 ;;
+esac
+if [ "${#port}" -gt 5 ] || [ "$port" -lt 1 ] || [ "$port" -gt 65534 ]; then
+    echo "PORT must be a number from 1 to 65534 (the admin API takes the next one), not '${PORT:-}'" >&2
+    exit 2
+fi
+port=$((10#$port)) # 08 is 8, not an octal number
 run=demo/.run
 url=http://127.0.0.1:$port
 
