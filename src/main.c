@@ -9,6 +9,7 @@
 #include "bitdelta/tools/compress.h"
 #include "bitdelta/tools/generate.h"
 #include "bitdelta/tools/inspect.h"
+#include "bitdelta/tools/plan.h"
 #include "bitdelta/tools/tokenize.h"
 #include "serve.h"
 
@@ -40,12 +41,40 @@ static int help_run(const bd_help_options *options, bd_error *err) {
     return status == BD_OK ? EXIT_DONE : EXIT_USAGE;
 }
 
-static int generate_run(const bd_generate_options *o, bd_error *err) {
-    if (o->dtype != BD_OPTION_DTYPE_AUTO) {
-        (void)bd_fail(err, BD_E_UNSUPPORTED, "--dtype",
-                      "only auto: float32 on the CPU, bf16 on CUDA");
-        return EXIT_USAGE;
+/* What the option says, BD_DTYPE_OTHER for auto. */
+static bd_dtype dtype_of(uint32_t option) {
+    switch ((bd_option_dtype)option) {
+    case BD_OPTION_DTYPE_BF16:
+        return BD_DTYPE_BF16;
+    case BD_OPTION_DTYPE_FP16:
+        return BD_DTYPE_F16;
+    case BD_OPTION_DTYPE_FP32:
+        return BD_DTYPE_F32;
+    case BD_OPTION_DTYPE_AUTO:
+        break;
     }
+    return BD_DTYPE_OTHER;
+}
+
+static int plan_run(const bd_plan_options *o, bd_error *err) {
+    bd_log_level_set((bd_log_level)o->log_level);
+    const bd_plan_request request = {.base_dir = o->base_path,
+                                     .deltas_dir = o->deltas_dir,
+                                     .backend = (bd_backend_choice)o->backend,
+                                     .dtype = dtype_of(o->dtype),
+                                     .kernels = (bd_kernels)o->kernels,
+                                     .slots = o->slots,
+                                     .max_model_len = o->max_model_len,
+                                     .rows_max = o->max_batch_tokens,
+                                     .seqs_max = o->max_seqs,
+                                     .logits_rows_max = o->logits_rows_max,
+                                     .kv_tokens = o->kv_tokens,
+                                     .device_bytes = o->device_bytes,
+                                     .json = o->json};
+    return exit_of(bd_plan_run(&request, stdout, err));
+}
+
+static int generate_run(const bd_generate_options *o, bd_error *err) {
     const bd_generate_request request = {.base_dir = o->base_path,
                                          .delta_dir = o->delta_dir,
                                          .finetuned_dir = o->finetuned_dir,
@@ -63,7 +92,9 @@ static int generate_run(const bd_generate_options *o, bd_error *err) {
                                          .dump_logits = o->dump_logits_path,
                                          .chunk_tokens = o->chunk_tokens,
                                          .thread_count = o->threads,
-                                         .backend = (bd_backend_choice)o->backend};
+                                         .backend = (bd_backend_choice)o->backend,
+                                         .dtype = dtype_of(o->dtype),
+                                         .kernels = (bd_kernels)o->kernels};
     return bd_generate_main(&request, err);
 }
 
@@ -108,6 +139,8 @@ static int run(const bd_invocation *invocation, bd_error *err) {
     case BD_COMMAND_TOKENIZE:
         return bd_tokenize_main(invocation->tokenize.tokenizer_path, invocation->tokenize.decode,
                                 err);
+    case BD_COMMAND_PLAN:
+        return plan_run(&invocation->plan, err);
     case BD_COMMAND_VERSION:
         puts("bitdelta " BD_VERSION);
         return EXIT_DONE;

@@ -140,6 +140,10 @@ static bd_status model_options(server *s, const bd_backend_ops *ops, bd_model_op
                               .ops = ops,
                               .rank_count = o->tensor_parallel,
                               .thread_count = o->threads,
+                              .kernels = (bd_kernels)o->kernels,
+                              .dtype = o->dtype == BD_OPTION_DTYPE_FP16 ? BD_DTYPE_F16
+                                                                        : BD_DTYPE_OTHER,
+                              .cpu_kernels = o->cpu_kernels,
                               .max_model_len = o->max_model_len,
                               .rows_max = o->max_batch_tokens,
                               .seqs_max = o->max_seqs,
@@ -201,10 +205,10 @@ static bd_status open_model(server *s, bd_error *err) {
     if (status != BD_OK) return status;
     bd_log(BD_LOG_INFO, "backend", "using name=%s (%s)", ops->name, why);
     const bool cuda = strcmp(ops->name, "cuda") == 0;
-    if (o->dtype == BD_OPTION_DTYPE_FP16 || (cuda && o->dtype == BD_OPTION_DTYPE_FP32) ||
-        (!cuda && o->dtype == BD_OPTION_DTYPE_BF16))
+    if (cuda ? o->dtype == BD_OPTION_DTYPE_FP32
+             : o->dtype == BD_OPTION_DTYPE_BF16 || o->dtype == BD_OPTION_DTYPE_FP16)
         return refuse(s, err, "dtype", "the %s backend computes in %s; leave dtype at auto",
-                      ops->name, cuda ? "bf16" : "float32");
+                      ops->name, cuda ? "bf16 or fp16" : "float32");
     if ((status = open_tokenizer(s, err)) != BD_OK) return status;
     bd_model_options options;
     if ((status = model_options(s, ops, &options, err)) != BD_OK) return status;

@@ -28,6 +28,12 @@ static const bd_backend_ops *cuda_ops(void) {
 #endif
 }
 
+const bd_backend_ops *bd_backend_table(bd_backend_choice choice) {
+    return choice == BD_BACKEND_CPU || (choice == BD_BACKEND_AUTO && !cuda_ops())
+               ? bd_backend_cpu_ops()
+               : cuda_ops();
+}
+
 bd_status bd_backend_select(bd_backend_choice choice, const bd_backend_ops **out, char *why,
                             size_t why_bytes, bd_error *err) {
     char reason[256] = "";

@@ -300,3 +300,7 @@ void bd_generate_options_deinit(bd_generate_options *options) {
 void bd_tokenize_options_deinit(bd_tokenize_options *options) {
     bd_values_deinit(BD_COMMAND_TOKENIZE, options);
 }
+
+void bd_plan_options_deinit(bd_plan_options *options) {
+    bd_values_deinit(BD_COMMAND_PLAN, options);
+}

@@ -11,12 +11,14 @@
 #define AT_INSPECT(field)  [BD_COMMAND_INSPECT] = AT(bd_inspect_options, field)
 #define AT_GENERATE(field) [BD_COMMAND_GENERATE] = AT(bd_generate_options, field)
 #define AT_TOKENIZE(field) [BD_COMMAND_TOKENIZE] = AT(bd_tokenize_options, field)
+#define AT_PLAN(field)     [BD_COMMAND_PLAN] = AT(bd_plan_options, field)
 #define AT_HELP(field)     [BD_COMMAND_HELP] = AT(bd_help_options, field)
 
 #define KIB ((uint64_t)1 << 10)
 #define GIB ((uint64_t)1 << 30)
 
 static const char *const k_backends[] = {"auto", "cuda", "cpu", NULL};
+static const char *const k_kernels[] = {"auto", "plain", NULL};
 static const char *const k_dtypes[] = {"auto", "bf16", "fp16", "fp32", NULL};
 static const char *const k_scales[] = {"row", "matrix", NULL};
 static const char *const k_embeddings[] = {"sign", "full", "base", NULL};
@@ -39,7 +41,8 @@ static const option_row k_rows[] = {
      .placeholder = "DIR",
      .required = true,
      .help = "directory of the base model (config.json, safetensors, tokenizer.json)",
-     .at = {AT_SERVE(base_path), AT_COMPRESS(base_path), AT_GENERATE(base_path)}},
+     .at = {AT_SERVE(base_path), AT_COMPRESS(base_path), AT_GENERATE(base_path),
+            AT_PLAN(base_path)}},
     {.flag = "base-name",
      .key = "base.name",
      .type = OPTION_STRING,
@@ -52,7 +55,7 @@ static const option_row k_rows[] = {
      .type = OPTION_PATH,
      .placeholder = "DIR",
      .help = "directory whose sub-directories with a delta.json are served as variants",
-     .at = {AT_SERVE(deltas_dir)}},
+     .at = {AT_SERVE(deltas_dir), AT_PLAN(deltas_dir)}},
     {.flag = "variant",
      .key = "variants",
      .type = OPTION_VARIANTS,
@@ -267,14 +270,33 @@ static const option_row k_rows[] = {
      .names = k_backends,
      .fallback = "auto",
      .help = "where to compute; auto takes the GPU if there is one",
-     .at = {AT_SERVE(backend), AT_GENERATE(backend)}},
+     .at = {AT_SERVE(backend), AT_GENERATE(backend), AT_PLAN(backend)}},
     {.flag = "dtype",
      .key = "dtype",
      .type = OPTION_ENUM,
      .names = k_dtypes,
      .fallback = "auto",
-     .help = "element type of weights and activations; auto is bf16 on the GPU, float32 on the CPU",
-     .at = {AT_SERVE(dtype), AT_GENERATE(dtype)}},
+     .help =
+         "element type of weights and activations; auto is bf16 on the GPU, float32 on the CPU; "
+         "fp16 (GPU only) is 8 times finer and refuses weights beyond 65504",
+     .at = {AT_SERVE(dtype), AT_GENERATE(dtype), AT_PLAN(dtype)}},
+    {.flag = "kernels",
+     .key = "kernels",
+     .type = OPTION_ENUM,
+     .names = k_kernels,
+     .fallback = "auto",
+     .help =
+         "the GPU's kernels: auto takes for each matrix the fastest that fits, plain those that "
+         "fit any shape and device",
+     .at = {AT_SERVE(kernels), AT_GENERATE(kernels), AT_PLAN(kernels)}},
+    {.flag = "device-bytes",
+     .type = OPTION_SIZE,
+     .placeholder = "BYTES",
+     .max = UINT64_MAX,
+     .fallback = "0",
+     .fallback_note = "ask the device",
+     .help = "memory to plan for, so that no device is needed",
+     .at = {AT_PLAN(device_bytes)}},
     {.flag = "tensor-parallel",
      .key = "tensor_parallel",
      .type = OPTION_U32,
@@ -293,6 +315,14 @@ static const option_row k_rows[] = {
      .fallback_note = "all usable cores",
      .help = "CPU threads to compute with",
      .at = {AT_SERVE(threads), AT_COMPRESS(threads), AT_GENERATE(threads)}},
+    {.flag = "cpu-kernels",
+     .key = "cpu_kernels",
+     .type = OPTION_STRING,
+     .placeholder = "NAME",
+     .fallback = "auto",
+     .help = "the CPU backend's inner loops: avx512, avx2, neon or plain; auto takes the best that "
+             "the machine has",
+     .at = {AT_SERVE(cpu_kernels)}},
 
     /* --- serve: deltas on the device --- */
     {.flag = "slots",
@@ -303,7 +333,7 @@ static const option_row k_rows[] = {
      .fallback = "0",
      .fallback_note = "all registered variants, or what fits",
      .help = "one-plane variants that fit on the device at once",
-     .at = {AT_SERVE(slots)}},
+     .at = {AT_SERVE(slots), AT_PLAN(slots)}},
     {.flag = "pinned-top",
      .key = "cache.pinned_top",
      .type = OPTION_U32,
@@ -383,7 +413,7 @@ static const option_row k_rows[] = {
      .fallback = "0",
      .fallback_note = "the model's own",
      .help = "longest sequence in tokens",
-     .at = {AT_SERVE(max_model_len)}},
+     .at = {AT_SERVE(max_model_len), AT_PLAN(max_model_len)}},
     {.flag = "kv-tokens",
      .key = "kv_tokens",
      .type = OPTION_U64,
@@ -392,7 +422,7 @@ static const option_row k_rows[] = {
      .fallback = "0",
      .fallback_note = "what fits",
      .help = "tokens the KV memory holds",
-     .at = {AT_SERVE(kv_tokens)}},
+     .at = {AT_SERVE(kv_tokens), AT_PLAN(kv_tokens)}},
     {.flag = "max-batch-tokens",
      .key = "max_batch_tokens",
      .type = OPTION_U32,
@@ -401,7 +431,7 @@ static const option_row k_rows[] = {
      .max = 65536,
      .fallback = "512",
      .help = "tokens of one step, all sequences together",
-     .at = {AT_SERVE(max_batch_tokens)}},
+     .at = {AT_SERVE(max_batch_tokens), AT_PLAN(max_batch_tokens)}},
     {.flag = "prefill-chunk-tokens",
      .key = "prefill_chunk_tokens",
      .type = OPTION_U32,
@@ -419,7 +449,7 @@ static const option_row k_rows[] = {
      .max = 65536,
      .fallback = "256",
      .help = "sequences running at once",
-     .at = {AT_SERVE(max_seqs)}},
+     .at = {AT_SERVE(max_seqs), AT_PLAN(max_seqs)}},
     {.flag = "logits-rows-max",
      .key = "logits_rows_max",
      .type = OPTION_U32,
@@ -428,7 +458,7 @@ static const option_row k_rows[] = {
      .max = 65536,
      .fallback = "256",
      .help = "rows of logits of one step",
-     .at = {AT_SERVE(logits_rows_max)}},
+     .at = {AT_SERVE(logits_rows_max), AT_PLAN(logits_rows_max)}},
     {.flag = "decode-delta",
      .key = "decode_delta",
      .type = OPTION_BOOL,
@@ -504,7 +534,7 @@ static const option_row k_rows[] = {
     {.flag = "json",
      .type = OPTION_SWITCH,
      .help = "print the result as JSON on stdout",
-     .at = {AT_COMPRESS(json), AT_INSPECT(json), AT_GENERATE(json)}},
+     .at = {AT_COMPRESS(json), AT_INSPECT(json), AT_GENERATE(json), AT_PLAN(json)}},
     {.flag = "log-level",
      .key = "log_level",
      .env = "BITDELTA_LOG",
@@ -513,7 +543,7 @@ static const option_row k_rows[] = {
      .fallback = "info",
      .help = "what goes to stderr",
      .at = {AT_SERVE(log_level), AT_COMPRESS(log_level), AT_INSPECT(log_level),
-            AT_GENERATE(log_level), AT_TOKENIZE(log_level)}},
+            AT_GENERATE(log_level), AT_TOKENIZE(log_level), AT_PLAN(log_level)}},
     {.flag = NULL,
      .type = OPTION_STRING,
      .placeholder = "COMMAND",
@@ -565,6 +595,15 @@ static const command_row k_commands[BD_COMMAND_COUNT] = {
                     "--decode reads {\"ids\", \"skip_special_tokens\"} and writes {\"text\"}.",
          .example = "echo '{\"text\":\"hello\"}' | bitdelta tokenize --tokenizer "
                     "demo/zen-mini/tokenizer.json"},
+    [BD_COMMAND_PLAN] =
+        {.name = "plan",
+         .summary = "say what memory a server would take, without starting one",
+         .usage = "bitdelta plan --base DIR [--deltas DIR] [--device-bytes N] [options]",
+         .details =
+             "Reads config.json and the deltas' manifests, no weights. Options mean what "
+             "they mean for serve. What does not fit is refused with the sum, exit status 1.",
+         .example = "bitdelta plan --base demo/zen-mini --deltas demo/deltas --backend cuda "
+                    "--device-bytes 80GiB"},
     [BD_COMMAND_VERSION] = {.name = "version",
                             .summary = "print the version",
                             .usage = "bitdelta version",

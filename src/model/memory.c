@@ -5,6 +5,7 @@
 
 #include "bitdelta/model/overlay.h"
 #include "internal.h"
+#include "layout.h"
 
 enum { KV_BLOCK_TOKENS_DEFAULT = 16, KV_CPU_TOKENS_MIN = 16384, KV_CPU_SEQS = 4 };
 
@@ -25,6 +26,16 @@ static bd_status refuse(const bd_memory_plan *plan, const bd_backend_options *ba
                    mib(plan->deltas), mib(plan->available));
 }
 
+/* The backend's plan, against the memory that the options name. */
+static bd_status ask_plan(const bd_model_options *options, const bd_backend_options *backend,
+                          bd_memory_plan *plan, bd_error *err) {
+    const bd_status s = options->ops->plan(backend, plan, err);
+    plan->kv_blocks = backend->kv_block_count;
+    if (options->device_bytes && strcmp(options->ops->name, "cuda") != 0)
+        plan->available = options->device_bytes;
+    return s;
+}
+
 static bd_status fill(const bd_model_options *options, const bd_model_config *config,
                       bd_backend_options *out, bd_error *err) {
     *out = (bd_backend_options){
@@ -33,6 +44,10 @@ static bd_status fill(const bd_model_options *options, const bd_model_config *co
         .rank_count = options->rank_count ? options->rank_count : 1,
         .device_index = options->device_index,
         .thread_count = options->thread_count,
+        .cpu_kernels = options->cpu_kernels,
+        .kernels = options->kernels,
+        .dtype = options->dtype,
+        .device_bytes = options->device_bytes,
         .rows_max = options->rows_max,
         .seqs_max = options->seqs_max,
         .logits_rows_max = options->logits_rows_max,
@@ -42,6 +57,9 @@ static bd_status fill(const bd_model_options *options, const bd_model_config *co
         .rope_tables_max = options->rope_tables_max ? options->rope_tables_max : 1,
         .extra_vocab_max = options->ops->rows_put ? options->extra_vocab_max : 0,
     };
+    bd_layout layout;
+    bd_layout_init(&layout, config, options->ops);
+    out->vocab_block_rows = layout.block_rows;
     if (out->rank_count != 1 || out->rank != 0) {
         return bd_fail(err, BD_E_UNSUPPORTED, "tensor_parallel",
                        "a model split over %u ranks is not supported", out->rank_count);
@@ -87,9 +105,9 @@ static bd_status kv_blocks(const bd_model_options *options, bd_backend_options *
         want = cpu ? (cpu_tokens + tokens - 1) / tokens : UINT32_MAX;
         bd_memory_plan one, two;
         backend->kv_block_count = 1;
-        bd_status s = options->ops->plan(backend, &one, err);
+        bd_status s = ask_plan(options, backend, &one, err);
         backend->kv_block_count = 2;
-        if (s == BD_OK) s = options->ops->plan(backend, &two, err);
+        if (s == BD_OK) s = ask_plan(options, backend, &two, err);
         if (s != BD_OK) return s;
         const uint64_t fixed = one.total - one.kv,
                        block_bytes = two.kv > one.kv ? two.kv - one.kv : 1;
@@ -115,7 +133,7 @@ bd_status bd_model_size(const bd_model_options *options, const bd_model_config *
     if (s == BD_OK) s = options->ops->supports(backend, err);
     if (s == BD_OK) s = kv_blocks(options, backend, err);
     if (s == BD_OK) s = options->ops->supports(backend, err);
-    if (s == BD_OK) s = options->ops->plan(backend, plan, err);
+    if (s == BD_OK) s = ask_plan(options, backend, plan, err);
     if (s != BD_OK) return s;
     /* 0: the backend cannot tell */
     return plan->available > 0 && plan->total > plan->available ? refuse(plan, backend, err)

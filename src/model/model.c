@@ -2,9 +2,11 @@
  * model.h. */
 #include "bitdelta/model/model.h"
 
+#include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "bitdelta/base/log.h"
 #include "bitdelta/model/overlay.h"
 #include "internal.h"
 #include "weights.h"
@@ -14,7 +16,11 @@ static bd_status load_weights(bd_model *model, const bd_weight_list *list,
     uint64_t done = 0;
     for (uint32_t i = 0; i < list->count; i++) {
         const bd_weight_view view = bd_weight_item_view(&list->items[i]);
-        const bd_status s = model->ops->weight_put(model->backend, list->items[i].id, &view, err);
+        const bd_weight_id id = list->items[i].id;
+        const bd_status s = model->ops->weight_put(model->backend, id, &view, err);
+        if (s == BD_E_UNSUPPORTED && err) /* the backend knows places, not names */
+            return bd_fail(err, s, list->items[i].tensor->name, "%s: %s",
+                           list->items[i].tensor->name, err->message);
         if (s != BD_OK) return s;
         done += view.rows * view.row_stride_bytes;
         if (options->progress) options->progress(options->progress_ctx, done, list->bytes);
@@ -30,6 +36,22 @@ static bd_status put_base_rope(bd_model *model, bd_error *err) {
     const bd_status s = bd_model_rope_acquire(model, &model->config.rope, &table, err);
     BD_ASSERT(s != BD_OK || table == 0);
     return s;
+}
+
+/* Before anything is allocated, so that a failure later has its arithmetic in the log. */
+static void log_plan(const bd_model *model) {
+    const bd_memory_plan *plan = &model->memory;
+    const uint64_t left = plan->available > plan->total ? plan->available - plan->total : 0;
+    bd_log(BD_LOG_INFO, "model",
+           "plan weights_mb=%" PRIu64 " workspace_mb=%" PRIu64 " logits_mb=%" PRIu64
+           " deltas_mb=%" PRIu64 " kv_mb=%" PRIu64 " kv_blocks=%u total_mb=%" PRIu64
+           " available_mb=%" PRIu64 " remains_mb=%" PRIu64,
+           plan->weights >> 20, plan->workspace >> 20, plan->logits >> 20, plan->deltas >> 20,
+           plan->kv >> 20, plan->kv_blocks, plan->total >> 20, plan->available >> 20, left >> 20);
+}
+
+static bd_status recorded_forward(void *ctx, const bd_step *step, bd_error *err) {
+    return bd_model_forward(ctx, step, NULL, NULL, err);
 }
 
 bd_status bd_model_open(const bd_model_options *options, bd_model **out, bd_error *err) {
@@ -48,10 +70,13 @@ bd_status bd_model_open(const bd_model_options *options, bd_model **out, bd_erro
     if (s == BD_OK) s = bd_weight_list_create(&model->config, model->checkpoint, &list, err);
     if (s == BD_OK)
         s = bd_model_size(options, &model->config, &model->backend_options, &model->memory, err);
+    if (s == BD_OK) log_plan(model);
     if (s == BD_OK) s = bd_checkpoint_fingerprint(model->checkpoint, model->fingerprint, err);
     if (s == BD_OK) s = model->ops->open(&model->backend_options, &model->backend, err);
     if (s == BD_OK) s = put_base_rope(model, err);
     if (s == BD_OK) s = load_weights(model, &list, options, err);
+    if (s == BD_OK && model->ops->record && !options->no_recording)
+        s = model->ops->record(model->backend, recorded_forward, model, err);
     bd_weight_list_destroy(&list);
     if (s != BD_OK) {
         bd_model_close(model);

@@ -320,6 +320,8 @@ int bd_generate_main(const bd_generate_request *request, bd_error *err) {
                 .finetuned_dir = request->finetuned_dir,
                 .lora_dir = request->lora_dir,
                 .backend = request->backend,
+                .dtype = request->dtype,
+                .kernels = request->kernels,
                 .device_index = request->device_index,
                 .thread_count = request->thread_count,
             },

@@ -136,6 +136,9 @@ static bd_status open_model(bd_session *session, const bd_session_options *optio
         .device_index = options->device_index,
         .rank_count = 1,
         .thread_count = options->thread_count,
+        .dtype = options->dtype,
+        .kernels = options->kernels,
+        .no_recording = true, /* one sequence of a few tokens */
         .max_model_len = options->tokens_max,
         .rows_max = session->rows_max,
         .seqs_max = 1,
@@ -179,6 +182,12 @@ bd_status bd_session_open(const bd_session_options *options, bd_session **out, b
     session->logits_rows_max = options->logits_rows_max;
     session->tokens_max = options->tokens_max;
     bd_status s = bd_backend_select(options->backend, &ops, why, sizeof why, err);
+    const bool cuda = s == BD_OK && strcmp(ops->name, "cuda") == 0;
+    if (s == BD_OK && (cuda ? options->dtype == BD_DTYPE_F32
+                            : options->dtype == BD_DTYPE_BF16 || options->dtype == BD_DTYPE_F16))
+        s = bd_fail(err, BD_E_UNSUPPORTED, "dtype",
+                    "the %s backend computes in %s; leave dtype at auto", ops->name,
+                    cuda ? "bf16 or fp16" : "float32");
     if (s == BD_OK) s = bd_model_config_read(options->base_dir, &base, err);
     if (s == BD_OK) s = make_tables(session, err);
     if (s == BD_OK && options->delta_dir) {

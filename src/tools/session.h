@@ -12,6 +12,8 @@ typedef struct bd_session_options {
     const char *base_dir;
     const char *delta_dir, *finetuned_dir, *lora_dir; /* at most one */
     bd_backend_choice backend;
+    bd_dtype dtype; /* BD_DTYPE_OTHER: the backend's own */
+    bd_kernels kernels;
     uint32_t device_index, thread_count;
     uint32_t tokens_max;      /* length of the sequence */
     uint32_t rows_max;        /* tokens of one feed */

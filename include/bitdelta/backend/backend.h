@@ -27,6 +27,10 @@ typedef struct bd_backend_options {
     uint32_t device_index;
     uint32_t thread_count;   /* CPU: worker pool width, 0 = all cores */
     const char *cpu_kernels; /* CPU: avx512, avx2, neon or plain; NULL or "auto": the best here */
+    bd_kernels kernels;
+    bd_dtype dtype;        /* CUDA: F16 or (anything else) BF16 weights, activations and KV */
+    uint64_t device_bytes; /* CUDA: plan for so much memory, without asking a device; 0: ask */
+    uint32_t vocab_block_rows; /* block_rows of the overlays that will come; 0: not known yet */
     uint32_t rows_max;       /* rows of a step */
     uint32_t seqs_max;
     uint32_t logits_rows_max;
@@ -48,6 +52,7 @@ typedef enum bd_group { BD_GROUP_QKV, BD_GROUP_O, BD_GROUP_GATE_UP, BD_GROUP_DOW
 
 typedef struct bd_memory_plan { /* bytes on the device */
     uint64_t weights, workspace, kv, logits, deltas, total, available;
+    uint32_t kv_blocks; /* that the engine may use; filled by the model */
 } bd_memory_plan;
 
 typedef struct bd_weight_id {
@@ -177,5 +182,7 @@ typedef enum bd_backend_choice {
 BD_MUST_CHECK bd_status bd_backend_select(bd_backend_choice choice, const bd_backend_ops **out,
                                           char *why, size_t why_bytes, bd_error *err);
 const bd_backend_ops *bd_backend_cpu_ops(void);
+/* The table whether or not a device answers. NULL: not in this build. */
+const bd_backend_ops *bd_backend_table(bd_backend_choice choice);
 
 #endif

@@ -16,6 +16,7 @@ typedef enum bd_command {
     BD_COMMAND_INSPECT,
     BD_COMMAND_GENERATE,
     BD_COMMAND_TOKENIZE,
+    BD_COMMAND_PLAN,
     BD_COMMAND_VERSION,
     BD_COMMAND_HELP,
     BD_COMMAND_COUNT
@@ -40,6 +41,12 @@ typedef enum bd_option_dtype {
     BD_OPTION_DTYPE_FP16,
     BD_OPTION_DTYPE_FP32
 } bd_option_dtype;
+
+/* Values in the order of bd_kernels. */
+typedef enum bd_option_kernels {
+    BD_OPTION_KERNELS_AUTO,
+    BD_OPTION_KERNELS_PLAIN
+} bd_option_kernels;
 
 typedef enum bd_option_scale { BD_OPTION_SCALE_ROW, BD_OPTION_SCALE_MATRIX } bd_option_scale;
 
@@ -82,9 +89,11 @@ typedef struct bd_serve_options {
     char *admin;      /* the same, or "none" */
     uint32_t backend; /* bd_option_backend */
     uint32_t dtype;   /* bd_option_dtype */
+    uint32_t kernels; /* bd_option_kernels */
     uint32_t tensor_parallel;
     uint32_t threads; /* 0: all usable cores */
-    uint32_t slots;   /* 0: min(registered variants, what fits) */
+    char *cpu_kernels;
+    uint32_t slots; /* 0: min(registered variants, what fits) */
     uint32_t pinned_top;
     bd_string_list prefetch; /* names of variants to load at start */
     uint64_t host_bytes;     /* host memory for deltas that left the device; 0: none */
@@ -149,6 +158,7 @@ typedef struct bd_generate_options {
     uint32_t threads;      /* 0: all usable cores */
     uint32_t backend;      /* bd_option_backend */
     uint32_t dtype;        /* bd_option_dtype */
+    uint32_t kernels;      /* bd_option_kernels */
     uint32_t log_level;
 } bd_generate_options;
 
@@ -157,6 +167,17 @@ typedef struct bd_tokenize_options {
     bool decode;
     uint32_t log_level;
 } bd_tokenize_options;
+
+typedef struct bd_plan_options { /* as in bd_serve_options */
+    char *base_path;             /* always given */
+    char *deltas_dir;
+    uint32_t backend, dtype, kernels, slots, max_model_len, max_batch_tokens, max_seqs,
+        logits_rows_max;
+    uint64_t kv_tokens;
+    uint64_t device_bytes; /* 0: ask the device */
+    bool json;
+    uint32_t log_level;
+} bd_plan_options;
 
 typedef struct bd_help_options {
     char *topic; /* NULL, or the name of a command */
@@ -173,6 +194,7 @@ typedef struct bd_invocation {
         bd_inspect_options inspect;
         bd_generate_options generate;
         bd_tokenize_options tokenize;
+        bd_plan_options plan;
         bd_help_options help;
     };
 } bd_invocation;
@@ -192,6 +214,7 @@ void bd_compress_options_deinit(bd_compress_options *options);
 void bd_inspect_options_deinit(bd_inspect_options *options);
 void bd_generate_options_deinit(bd_generate_options *options);
 void bd_tokenize_options_deinit(bd_tokenize_options *options);
+void bd_plan_options_deinit(bd_plan_options *options);
 
 const char *bd_command_name(bd_command command);
 

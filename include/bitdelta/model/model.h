@@ -13,6 +13,11 @@ typedef struct bd_model_options {
     const char *dir;
     const bd_backend_ops *ops;
     uint32_t rank, rank_count, device_index, thread_count;
+    const char *cpu_kernels; /* as in bd_backend_options */
+    bd_kernels kernels;      /* likewise, and the three below */
+    bd_dtype dtype;
+    uint64_t device_bytes;
+    bool no_recording; /* steps are launched operator by operator */
     uint32_t max_model_len; /* 0: config's max_positions; more than that is refused */
     uint32_t rows_max, seqs_max, logits_rows_max;
     uint32_t kv_block_tokens;

@@ -24,6 +24,8 @@ typedef struct bd_generate_request { /* strings are borrowed; NULL or 0: not giv
     uint32_t thread_count;   /* CPU workers; 0: all cores */
     uint32_t device_index;
     bd_backend_choice backend;
+    bd_dtype dtype; /* BD_DTYPE_OTHER: the backend's own */
+    bd_kernels kernels;
 } bd_generate_request;
 
 /* Runs the request; text or JSON goes to stdout, progress to stderr, the error into err for the

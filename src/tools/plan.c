@@ -1,0 +1,186 @@
+/* plan.c - see plan.h. */
+#include "bitdelta/tools/plan.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <string.h>
+
+#include "bitdelta/base/file.h"
+#include "bitdelta/base/strbuf.h"
+#include "bitdelta/delta/delta.h"
+#include "bitdelta/model/model.h"
+#include "bitdelta/model/overlay.h"
+
+enum { KV_BLOCK_TOKENS = 16, ROPE_TABLES_MAX = 33 };
+
+typedef struct deltas { /* what the manifests of a directory add up to */
+    uint32_t count, unreadable, extra_rows;
+    uint64_t pages, pages_max; /* of all of them, of the largest */
+} deltas;
+
+typedef struct planned {
+    const bd_backend_ops *ops;
+    bd_model_config config;
+    bd_model_options options;
+    bd_memory_plan plan;
+    deltas found;
+    uint64_t page_bytes;
+    uint32_t slot_pages; /* pages that --slots counts as one variant */
+    bd_status fits;
+    bd_error refusal;
+} planned;
+
+static void add_delta(planned *p, const char *dir) {
+    bd_delta delta;
+    bd_model_config own;
+    if (bd_delta_open(dir, &delta, NULL) != BD_OK) {
+        p->found.unreadable++;
+        return;
+    }
+    const uint64_t pages = bd_overlay_pages_of(&p->config, p->ops, &delta);
+    bd_delta_close(&delta);
+    p->found.count++;
+    p->found.pages += pages;
+    if (pages > p->found.pages_max) p->found.pages_max = pages;
+    if (bd_model_config_read_variant(dir, &p->config, &own, NULL) == BD_OK &&
+        own.vocab > p->config.vocab)
+        p->found.extra_rows = BD_EXTRA_VOCAB_MAX;
+}
+
+static bd_status read_deltas(planned *p, const char *deltas_dir, bd_error *err) {
+    if (!deltas_dir) return BD_OK;
+    DIR *handle = opendir(deltas_dir);
+    if (!handle)
+        return bd_fail_errno(err, BD_E_NOT_FOUND, deltas_dir, errno,
+                             "deltas: the directory %s cannot be read", deltas_dir);
+    for (struct dirent *entry; (entry = readdir(handle));) {
+        char dir[4096], manifest[4096];
+        if (entry->d_name[0] == '.' || strstr(entry->d_name, ".tmp-")) continue;
+        if (bd_path_join(dir, sizeof dir, deltas_dir, entry->d_name, NULL) == BD_OK &&
+            bd_path_join(manifest, sizeof manifest, dir, "delta.json", NULL) == BD_OK &&
+            bd_file_exists(manifest))
+            add_delta(p, dir);
+    }
+    closedir(handle);
+    return BD_OK;
+}
+
+static double mib(uint64_t bytes) {
+    return (double)bytes / (1024.0 * 1024.0);
+}
+
+static void write_text(const planned *p, bd_strbuf *b) {
+    const bd_memory_plan *m = &p->plan;
+    const uint32_t slots = p->options.delta_slots;
+    const uint64_t pages = p->page_bytes ? m->deltas / p->page_bytes : 0;
+    const uint64_t kv_tokens = (uint64_t)m->kv_blocks * KV_BLOCK_TOKENS;
+    bd_strbuf_printf(b, "backend %s, %u layers, vocabulary %u, context %u\n", p->ops->name,
+                     p->config.layers, p->config.vocab,
+                     p->options.max_model_len ? p->options.max_model_len : p->config.max_positions);
+    bd_strbuf_printf(b, "%-14s %12s\n", "", "MiB");
+    bd_strbuf_printf(b, "%-14s %12.1f\n", "base weights", mib(m->weights));
+    bd_strbuf_printf(b, "%-14s %12.1f  steps of %u rows, %u sequences\n", "workspace",
+                     mib(m->workspace), p->options.rows_max, p->options.seqs_max);
+    bd_strbuf_printf(b, "%-14s %12.1f  %u rows of %u\n", "logits", mib(m->logits),
+                     p->options.logits_rows_max, p->config.vocab + p->found.extra_rows);
+    bd_strbuf_printf(b, "%-14s %12.1f  %u slots = %llu pages of %.1f MiB, %u a one-plane variant\n",
+                     "delta pages", mib(m->deltas), slots, (unsigned long long)pages,
+                     mib(p->page_bytes), p->slot_pages);
+    bd_strbuf_printf(b, "%-14s %12.1f  %llu tokens\n", "KV cache", mib(m->kv),
+                     (unsigned long long)kv_tokens);
+    bd_strbuf_printf(b, "%-14s %12.1f\n", "total", mib(m->total));
+    if (m->available) {
+        bd_strbuf_printf(b, "%-14s %12.1f\n", "available", mib(m->available));
+        bd_strbuf_printf(b, "%-14s %12.1f\n", "remains", mib(m->available) - mib(m->total));
+    } else {
+        bd_strbuf_puts(b, "available      unknown: no device answers; give --device-bytes\n");
+    }
+    if (p->found.count || p->found.unreadable)
+        bd_strbuf_printf(b,
+                         "deltas found: %u, %llu pages together, the largest %llu%s\n",
+                         p->found.count, (unsigned long long)p->found.pages,
+                         (unsigned long long)p->found.pages_max,
+                         p->found.unreadable ? "; some cannot be read" : "");
+}
+
+static void write_json(const planned *p, bd_strbuf *b) {
+    const bd_memory_plan *m = &p->plan;
+    const struct {
+        const char *name;
+        uint64_t value;
+    } numbers[] = {{"weights_bytes", m->weights},
+                   {"workspace_bytes", m->workspace},
+                   {"logits_bytes", m->logits},
+                   {"delta_bytes", m->deltas},
+                   {"kv_bytes", m->kv},
+                   {"total_bytes", m->total},
+                   {"available_bytes", m->available},
+                   {"page_bytes", p->page_bytes},
+                   {"slots", p->options.delta_slots},
+                   {"pages_per_slot", p->slot_pages},
+                   {"deltas", p->found.count},
+                   {"delta_pages", p->found.pages},
+                   {"deltas_unreadable", p->found.unreadable},
+                   {"kv_tokens", (uint64_t)m->kv_blocks * KV_BLOCK_TOKENS}};
+    bd_strbuf_printf(b, "{\"backend\":\"%s\",\"fits\":%s", p->ops->name,
+                     p->fits == BD_OK ? "true" : "false");
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+        bd_strbuf_printf(b, ",\"%s\":%llu", numbers[i].name, (unsigned long long)numbers[i].value);
+    bd_strbuf_puts(b, "}\n");
+}
+
+static bd_status make_plan(const bd_plan_request *r, planned *p, bd_error *err) {
+    p->ops = bd_backend_table(r->backend);
+    if (!p->ops)
+        return bd_fail(err, BD_E_UNSUPPORTED, "backend", "this program was built without CUDA");
+    bd_status s = bd_model_config_read(r->base_dir, &p->config, err);
+    if (s == BD_OK) s = read_deltas(p, r->deltas_dir, err);
+    if (s != BD_OK) return s;
+    p->options = (bd_model_options){
+        .dir = r->base_dir,
+        .ops = p->ops,
+        .rank_count = 1,
+        .kernels = r->kernels,
+        .dtype = r->dtype,
+        .device_bytes = r->device_bytes,
+        .max_model_len = r->max_model_len,
+        .rows_max = r->rows_max,
+        .seqs_max = r->seqs_max,
+        .logits_rows_max = r->logits_rows_max,
+        .kv_block_tokens = KV_BLOCK_TOKENS,
+        .kv_tokens = r->kv_tokens,
+        .rope_tables_max =
+            p->found.count + 1 < ROPE_TABLES_MAX ? p->found.count + 1 : ROPE_TABLES_MAX,
+        .delta_slots = r->slots ? r->slots : p->found.count ? p->found.count : 1,
+        .extra_vocab_max = p->found.extra_rows};
+    p->page_bytes = bd_overlay_page_bytes(&p->config, p->ops);
+    p->slot_pages = bd_overlay_pages_per_variant(&p->config, p->ops, 1, true);
+    do {
+        p->fits = bd_model_plan(&p->options, &p->config, &p->plan, &p->refusal);
+        /* As serve does: slots that nobody asked for give way. */
+    } while (p->fits == BD_E_LIMIT && !r->slots && p->options.delta_slots-- > 1);
+    if (p->options.delta_slots == 0) p->options.delta_slots = 1;
+    return p->fits == BD_OK || p->fits == BD_E_LIMIT ? BD_OK : p->fits;
+}
+
+bd_status bd_plan_run(const bd_plan_request *request, FILE *out, bd_error *err) {
+    planned p = {.fits = BD_OK};
+    bd_status s = make_plan(request, &p, err);
+    if (s != BD_OK) {
+        if (err && err->status == BD_OK) *err = p.refusal;
+        return s;
+    }
+    bd_strbuf text;
+    bd_strbuf_init(&text, 0);
+    if (request->json)
+        write_json(&p, &text);
+    else
+        write_text(&p, &text);
+    if (text.failed)
+        s = bd_fail(err, BD_E_MEMORY, "plan", "out of memory");
+    else if (fputs(text.data, out) == EOF || fflush(out) != 0)
+        s = bd_fail(err, BD_E_IO, NULL, "cannot write the plan");
+    bd_strbuf_deinit(&text);
+    if (s == BD_OK && p.fits != BD_OK && err) *err = p.refusal;
+    return s == BD_OK ? p.fits : s;
+}
