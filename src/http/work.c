@@ -28,9 +28,13 @@ bool bd_health_error(const bd_http_server *server, bool draining_too, bd_api_err
 /* false: *err. The request belongs to bd-sched from submit to done(), which a reference of its own
  * covers. */
 static bool start_completion(bd_request *request, bd_openai *openai, bd_api_error *err) {
+    const char *body = request->body ? request->body : "";
+    bool chat = request->route->id == BD_ROUTE_CHAT;
     bd_completion *completion =
-        bd_completion_create(openai, request->tenant, request->body ? request->body : "",
-                             request->body_bytes, request->received_us, err);
+        chat ? bd_chat_completion_create(openai, request->tenant, body, request->body_bytes,
+                                         request->received_us, err)
+             : bd_completion_create(openai, request->tenant, body, request->body_bytes,
+                                    request->received_us, err);
     if (!completion) return false;
     bd_request_ref(request);
     pthread_mutex_lock(&request->lock);
@@ -99,10 +103,6 @@ static bool simple_route(bd_request *request, bd_openai *openai, bd_api_error *e
     case BD_ROUTE_ADMIN_VARIANT:
         return bd_admin_variant(server, request->argument, out, err);
     case BD_ROUTE_CHAT:
-        return bd_api_fail(
-            err, BD_API_UNSUPPORTED, NULL,
-            "Chat completions are not supported by this server: it has no chat template. "
-            "Use /v1/completions.");
     case BD_ROUTE_COMPLETIONS:
     case BD_ROUTE_ADMIN_RESCAN:
     case BD_ROUTE_LOAD_ADAPTER:

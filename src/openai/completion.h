@@ -5,6 +5,7 @@
 #define BITDELTA_OPENAI_COMPLETION_H
 
 #include "bitdelta/openai/openai.h"
+#include "chat.h"
 #include "logprobs.h"
 #include "request.h"
 #include "stop.h"
@@ -12,6 +13,7 @@
 struct bd_openai {
     bd_router *router;
     char *fingerprint_source; /* everything but the served name */
+    bd_chat_book *chats;
     size_t response_bytes_max;
     uint32_t prompts_max;
 };
@@ -43,6 +45,7 @@ struct bd_completion {
     const bd_served *served; /* held */
     uint32_t tenant;
     bd_completion_request request;
+    bd_strbuf rendered;       /* chat: the prompt as text */
     bd_prompt_state *prompts; /* [request.prompt_count] */
     bd_choice *choices;       /* [choice_count] */
     uint32_t choice_count, max_new;
@@ -76,6 +79,9 @@ void bd_completion_write_event(bd_completion *completion, uint32_t index, bd_str
 void bd_completion_write_usage_event(bd_completion *completion, bd_strbuf *out);
 void bd_completion_write_body(bd_completion *completion, bd_strbuf *out);
 bool bd_completion_write_head(bd_completion *completion);
+/* Chat: the event that begins a choice. */
+void bd_completion_write_role_event(const bd_completion *completion, uint32_t index,
+                                    bd_strbuf *out);
 /* openai.c */
 /* *out is to be released. */
 bool bd_openai_find_model(const bd_openai *openai, uint32_t tenant, const bd_text *model,

@@ -51,6 +51,10 @@ bd_view bd_view_root(const char *text) {
     return (bd_view){skip_space(text)};
 }
 
+size_t bd_view_bytes(bd_view value) {
+    return (size_t)(skip_value(value.at) - value.at);
+}
+
 bd_view_kind bd_view_kind_of(bd_view value) {
     switch (*value.at) {
     case 'n':

@@ -29,6 +29,7 @@ typedef enum bd_view_int {
 } bd_view_int;
 
 bd_view bd_view_root(const char *text); /* skips white space */
+size_t bd_view_bytes(bd_view value);    /* of the value in the text */
 bd_view_kind bd_view_kind_of(bd_view value);
 const char *bd_view_kind_name(bd_view_kind kind);       /* "a string", for messages */
 bool bd_view_true(bd_view value);                       /* of a BOOL */

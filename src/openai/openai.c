@@ -24,12 +24,21 @@ bd_status bd_openai_create(const bd_openai_options *options, bd_openai **out, bd
     openai->response_bytes_max =
         options->response_bytes_max > 0 ? options->response_bytes_max : (size_t)256 << 20;
     openai->prompts_max = options->prompts_max > 0 ? options->prompts_max : 1024;
+    const bd_served *base = bd_router_served_at(options->router, 0);
+    bd_status status = BD_OK;
+    if (base)
+        status = bd_chat_book_create(&openai->chats, base->dir, options->chat_template_path, err);
+    if (status != BD_OK) {
+        bd_openai_destroy(openai);
+        return status;
+    }
     *out = openai;
     return BD_OK;
 }
 
 void bd_openai_destroy(bd_openai *openai) {
     if (!openai) return;
+    bd_chat_book_destroy(openai->chats);
     free(openai->fingerprint_source);
     free(openai);
 }
@@ -122,8 +131,13 @@ bool bd_openai_model(const bd_openai *openai, uint32_t tenant, const char *id, s
     return !out->failed || bd_out_of_memory(err);
 }
 
-bd_completion *bd_completion_create(const bd_openai *openai, uint32_t tenant, const char *body,
-                                    size_t bytes, uint64_t received_us, bd_api_error *err) {
+typedef bool (*parse_fn)(const char *body, size_t bytes, uint32_t prompts_max,
+                         bd_completion_request *out, bd_api_error *err);
+
+/* NOLINTNEXTLINE(readability-function-size): those of the public functions, and how to parse */
+static bd_completion *create(const bd_openai *openai, uint32_t tenant, const char *body,
+                             size_t bytes, uint64_t received_us, parse_fn parse,
+                             bd_api_error *err) {
     bd_completion *completion = calloc(1, sizeof *completion);
     if (!completion) {
         bd_out_of_memory(err);
@@ -132,14 +146,24 @@ bd_completion *bd_completion_create(const bd_openai *openai, uint32_t tenant, co
     completion->openai = openai;
     completion->tenant = tenant;
     completion->created_s = bd_wall_seconds();
-    memcpy(completion->id, "cmpl-", 5);
-    bd_openai_random_hex(completion->id + 5, 32);
-    bool ok =
-        bd_completion_request_parse(body, bytes, openai->prompts_max, &completion->request, err) &&
-        bd_completion_prepare(completion, received_us, err);
+    const char *prefix = parse == bd_chat_request_parse ? "chatcmpl-" : "cmpl-";
+    memcpy(completion->id, prefix, strlen(prefix));
+    bd_openai_random_hex(completion->id + strlen(prefix), 32);
+    bool ok = parse(body, bytes, openai->prompts_max, &completion->request, err) &&
+              bd_completion_prepare(completion, received_us, err);
     if (ok) return completion;
     bd_completion_destroy(completion);
     return NULL;
+}
+
+bd_completion *bd_completion_create(const bd_openai *openai, uint32_t tenant, const char *body,
+                                    size_t bytes, uint64_t received_us, bd_api_error *err) {
+    return create(openai, tenant, body, bytes, received_us, bd_completion_request_parse, err);
+}
+
+bd_completion *bd_chat_completion_create(const bd_openai *openai, uint32_t tenant, const char *body,
+                                         size_t bytes, uint64_t received_us, bd_api_error *err) {
+    return create(openai, tenant, body, bytes, received_us, bd_chat_request_parse, err);
 }
 
 bool bd_completion_is_stream(const bd_completion *completion) {
@@ -197,6 +221,7 @@ void bd_completion_destroy(bd_completion *completion) {
     free(completion->prompts);
     free(completion->job_prompts);
     free(completion->bias);
+    bd_strbuf_deinit(&completion->rendered);
     bd_strbuf_deinit(&completion->head);
     bd_strbuf_deinit(&completion->piece);
     bd_strbuf_deinit(&completion->event);

@@ -41,7 +41,9 @@ static bool over_context(const bd_completion *completion, const char *param, siz
                        " tokens, but %s%zu prompt tokens and %" PRId64
                        " new tokens were requested.",
                        completion->served->max_model_len, more ? "more than " : "", prompt_tokens,
-                       completion->request.max_tokens);
+                       completion->request.max_tokens_sent || !completion->request.is_chat
+                           ? completion->request.max_tokens
+                           : 1);
 }
 
 /* Text that is far over the context is not tokenised to its end. */
@@ -60,13 +62,14 @@ static bool encode_text(bd_completion *completion, const bd_prompt_input *input,
     bd_status status = bd_tokenizer_encode(served->tokenizer, input->text.data, input->text.bytes,
                                            &options, &prompt->ids, &fault);
     if (status == BD_E_LIMIT)
-        return over_context(completion, "prompt", options.tokens_max, true, err);
+        return over_context(completion, completion->request.prompt_name, options.tokens_max, true,
+                            err);
     if (status == BD_E_MEMORY) return bd_out_of_memory(err);
+    const char *name = completion->request.prompt_name;
     if (status != BD_OK)
-        return bd_api_fail(err, BD_API_VALUE, "prompt", "Invalid 'prompt': %.200s.", fault.message);
+        return bd_api_fail(err, BD_API_VALUE, name, "Invalid '%s': %.200s.", name, fault.message);
     if (prompt->ids.count == 0)
-        return bd_api_fail(err, BD_API_VALUE, "prompt",
-                           "Invalid 'prompt': the text gives no token.");
+        return bd_api_fail(err, BD_API_VALUE, name, "Invalid '%s': the text gives no token.", name);
     return true;
 }
 
@@ -96,11 +99,13 @@ static bool check_context(bd_completion *completion, const bd_prompt_state *prom
                           bd_api_error *err) {
     uint64_t length = completion->served->max_model_len, count = prompt->ids.count;
     uint64_t wanted = (uint64_t)completion->request.max_tokens;
-    if (count > length) return over_context(completion, "prompt", prompt->ids.count, false, err);
+    const char *name = completion->request.prompt_name;
+    if (count > length) return over_context(completion, name, prompt->ids.count, false, err);
     if (count + wanted <= length) return true;
     if (completion->request.max_tokens_sent)
-        return over_context(completion, "max_tokens", prompt->ids.count, false, err);
-    if (count == length) return over_context(completion, "prompt", prompt->ids.count, false, err);
+        return over_context(completion, completion->request.limit_name, prompt->ids.count, false,
+                            err);
+    if (count == length) return over_context(completion, name, prompt->ids.count, false, err);
     if (length - count < completion->max_new) completion->max_new = (uint32_t)(length - count);
     return true;
 }
@@ -150,9 +155,25 @@ static bool make_echo(bd_completion *completion, const bd_prompt_input *input,
     return !prompt->echo.failed || bd_out_of_memory(err);
 }
 
+/* The conversation becomes the one text prompt. */
+static bool render_chat(bd_completion *completion, bd_api_error *err) {
+    bd_completion_request *request = &completion->request;
+    const bd_chat *chat = NULL;
+    bd_strbuf *text = &completion->rendered;
+    bd_strbuf_init(text, BD_CHAT_OUTPUT_BYTES_MAX);
+    if (!bd_chat_book_get(completion->openai->chats, completion->served, &chat, err)) return false;
+    bool ok = bd_chat_render(chat, &request->chat, request->arena, text, err);
+    bd_chat_book_release(completion->openai->chats, chat);
+    if (!ok) return false;
+    request->prompts[0].text =
+        (bd_text){.data = text->data ? text->data : "", .bytes = text->len_bytes};
+    return true;
+}
+
 static bool prepare_prompts(bd_completion *completion, bd_api_error *err) {
     bd_completion_request *request = &completion->request;
     completion->max_new = (uint32_t)request->max_tokens;
+    if (request->is_chat && !render_chat(completion, err)) return false;
     for (uint32_t i = 0; i < request->prompt_count; i++) {
         const bd_prompt_input *input = &request->prompts[i];
         bd_prompt_state *prompt = &completion->prompts[i];

@@ -230,15 +230,21 @@ static bool parse_suffix(const bd_field_context *context, const char *name, bd_v
 #define INT(low_, high_)    .kind = BD_FIELD_INT, .low = (low_), .high = (high_)
 #define NUMBER(low_, high_) .kind = BD_FIELD_NUMBER, .number_low = (low_), .number_high = (high_)
 
-/* Checked in this order. stream stands before what depends on it. */
+/* Checked in this order, those of completions alone first. stream stands before what depends on
+ * it. */
 static const bd_field completion_fields[] = {
-    {.name = "model", .kind = BD_FIELD_STRING, AT(model)},
     {.name = "prompt", .kind = BD_FIELD_CUSTOM, .parse = parse_prompt},
-    {.name = "max_tokens", INT(0, INT32_MAX), AT(max_tokens), SENT(max_tokens_sent)},
-    {.name = "n", INT(1, BD_CHOICES_MAX), AT(n)},
     {.name = "best_of", INT(1, BD_CHOICES_MAX), AT(best_of), SENT(best_of_sent)},
     {.name = "echo", .kind = BD_FIELD_BOOL, AT(echo)},
     {.name = "logprobs", INT(0, BD_LOGPROBS_MAX), AT(logprobs)},
+    {.name = "suffix", .kind = BD_FIELD_CUSTOM, .parse = parse_suffix},
+    {.name = "tools", .kind = BD_FIELD_REFUSED},
+};
+
+static const bd_field shared_fields[] = {
+    {.name = "model", .kind = BD_FIELD_STRING, AT(model)},
+    {.name = "max_tokens", INT(0, INT32_MAX), AT(max_tokens), SENT(max_tokens_sent)},
+    {.name = "n", INT(1, BD_CHOICES_MAX), AT(n)},
     {.name = "temperature", NUMBER(0, 2), AT(temperature)},
     {.name = "top_p", NUMBER(0, 1), AT(top_p)},
     {.name = "presence_penalty", NUMBER(-2, 2), AT(presence_penalty)},
@@ -248,7 +254,6 @@ static const bd_field completion_fields[] = {
     {.name = "stop", .kind = BD_FIELD_CUSTOM, .parse = parse_stop},
     {.name = "stream", .kind = BD_FIELD_BOOL, AT(stream)},
     {.name = "stream_options", .kind = BD_FIELD_CUSTOM, .parse = parse_stream_options},
-    {.name = "suffix", .kind = BD_FIELD_CUSTOM, .parse = parse_suffix},
     {.name = "top_k", INT(-1, INT32_MAX), AT(top_k)},
     {.name = "min_p", NUMBER(0, 1), AT(min_p)},
     {.name = "repetition_penalty", NUMBER(0, DBL_MAX), .low_open = true, AT(repetition_penalty)},
@@ -267,7 +272,6 @@ static const bd_field completion_fields[] = {
     {.name = "bad_words", .kind = BD_FIELD_REFUSED},
     {.name = "response_format", .kind = BD_FIELD_REFUSED},
     {.name = "structured_outputs", .kind = BD_FIELD_REFUSED},
-    {.name = "tools", .kind = BD_FIELD_REFUSED},
 };
 
 #undef AT
@@ -275,9 +279,13 @@ static const bd_field completion_fields[] = {
 #undef INT
 #undef NUMBER
 
-/* Rules over more than one field. */
-static bool check_together(const bd_completion_request *request, uint32_t prompts_max,
-                           bd_api_error *err) {
+uint32_t bd_completion_shared_fields(const bd_field **out) {
+    *out = shared_fields;
+    return sizeof shared_fields / sizeof shared_fields[0];
+}
+
+bool bd_completion_request_check(const bd_completion_request *request, uint32_t prompts_max,
+                                 bd_api_error *err) {
     if (!request->prompts)
         return bd_api_fail(err, BD_API_MISSING, "prompt", "Missing required parameter: 'prompt'.");
     if (request->best_of_sent && request->best_of < request->n)
@@ -305,9 +313,10 @@ static bool check_together(const bd_completion_request *request, uint32_t prompt
     return true;
 }
 
-bool bd_completion_request_parse(const char *body, size_t bytes, uint32_t prompts_max,
-                                 bd_completion_request *out, bd_api_error *err) {
+void bd_completion_request_defaults(bd_completion_request *out) {
     *out = (bd_completion_request){
+        .prompt_name = "prompt",
+        .limit_name = "max_tokens",
         .max_tokens = 16,
         .n = 1,
         .logprobs = -1,
@@ -318,13 +327,21 @@ bool bd_completion_request_parse(const char *body, size_t bytes, uint32_t prompt
         .skip_special_tokens = true,
         .add_special_tokens = true,
     };
+}
+
+bool bd_completion_request_parse(const char *body, size_t bytes, uint32_t prompts_max,
+                                 bd_completion_request *out, bd_api_error *err) {
+    bd_completion_request_defaults(out);
     bd_view root;
     if (!bd_body_open(body, bytes, &root, &out->arena, err)) return false;
     const bd_field_context context = {
         .arena = out->arena, .object = out, .prompts_max = prompts_max};
-    const uint32_t field_count = sizeof completion_fields / sizeof completion_fields[0];
-    if (!bd_fields_parse(&context, completion_fields, field_count, root, err)) return false;
-    return check_together(out, prompts_max, err);
+    const uint32_t own_count = sizeof completion_fields / sizeof completion_fields[0];
+    const bd_field *shared;
+    const uint32_t shared_count = bd_completion_shared_fields(&shared);
+    return bd_fields_parse(&context, completion_fields, own_count, root, err) &&
+           bd_fields_parse(&context, shared, shared_count, root, err) &&
+           bd_completion_request_check(out, prompts_max, err);
 }
 
 void bd_completion_request_deinit(bd_completion_request *request) {

@@ -1,5 +1,5 @@
-/* request.h - the body of POST /v1/completions as checked values. Owner: its completion.
- * Threads: parse anywhere; read-only afterwards. Nothing in it points into the body. */
+/* request.h - the body of POST /v1/completions, or of its chat form, as checked values. Owner: its
+ * completion. Threads: parse anywhere; read-only afterwards. Nothing in it points into the body. */
 #ifndef BITDELTA_OPENAI_REQUEST_H
 #define BITDELTA_OPENAI_REQUEST_H
 
@@ -30,8 +30,19 @@ typedef struct bd_bias_input {
     double value; /* -100 .. 100 */
 } bd_bias_input;
 
+/* What only chat completions have. The views point into the body, which lives until the completion
+ * is prepared. */
+typedef struct bd_chat_input {
+    bd_view messages, documents, kwargs; /* at NULL: not sent */
+    int64_t max_tokens, top_logprobs;
+    bool max_tokens_sent, top_logprobs_sent, logprobs, add_generation_prompt;
+} bd_chat_input;
+
 typedef struct bd_completion_request {
-    bd_text model; /* data NULL: not sent */
+    bool is_chat;
+    bd_chat_input chat;
+    const char *prompt_name, *limit_name; /* fields that errors name */
+    bd_text model;                        /* data NULL: not sent */
     bd_prompt_input *prompts;
     uint32_t prompt_count;
     bool max_tokens_sent, seed_sent, best_of_sent;
@@ -85,6 +96,13 @@ typedef struct bd_field {
     bool (*parse)(const bd_field_context *context, const char *name, bd_view value,
                   bd_api_error *err); /* CUSTOM */
 } bd_field;
+
+void bd_completion_request_defaults(bd_completion_request *out);
+/* Fields that completions and chat completions have in common, over a bd_completion_request. */
+uint32_t bd_completion_shared_fields(const bd_field **out);
+/* Rules over more than one field. */
+bool bd_completion_request_check(const bd_completion_request *request, uint32_t prompts_max,
+                                 bd_api_error *err);
 
 /* Goes over the root's members (the last of a repeated key wins, unknown ones are ignored, null
  * means absent), then over the table in its order. fields_max is at most 64. */

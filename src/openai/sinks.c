@@ -84,9 +84,28 @@ static void on_prompt(void *ctx, uint32_t index, uint32_t first, const bd_token_
     (void)account(completion, choice, before_bytes);
 }
 
+/* A chat choice begins with its role, together with the first token. */
+static bool send_role(bd_completion *completion, uint32_t index) {
+    bd_strbuf_clear(&completion->event);
+    bd_completion_write_role_event(completion, index, &completion->event);
+    if (completion->event.failed) {
+        fail(completion, BD_API_INTERNAL, "The server is out of memory.");
+        return false;
+    }
+    if (completion->sink->event(completion->sink_ctx, completion->event.data,
+                                completion->event.len_bytes, false))
+        return true;
+    fail(completion, BD_API_SLOW, "The stream was read too slowly.");
+    return false;
+}
+
 /* Writes the choice's event and empties what it carried. */
 static void send_event(bd_completion *completion, uint32_t index) {
     bd_choice *choice = &completion->choices[index];
+    if (completion->request.is_chat && !choice->event_sent) {
+        completion->any_event = true;
+        if (!send_role(completion, index)) return;
+    }
     bd_strbuf_clear(&completion->event);
     bd_completion_write_event(completion, index, &completion->event);
     if (completion->event.failed) {
@@ -146,7 +165,10 @@ static bool on_token(void *ctx, uint32_t index, const bd_token_result *token) {
     int matched = -1;
     if (completion->served->tokenizer)
         matched = add_text(completion, choice, token->id, stops && !request->include_stop, last);
-    if (request->logprobs >= 0)
+    if (request->logprobs >= 0 && request->is_chat)
+        bd_chat_logprob_add(&choice->lists.tokens, &completion->names, token,
+                            (uint32_t)request->logprobs);
+    else if (request->logprobs >= 0)
         bd_logprob_lists_add(&choice->lists, &completion->names, token, (uint32_t)request->logprobs,
                              offset);
     if (request->return_token_ids)

@@ -6,27 +6,39 @@
 
 typedef struct tokenize_request {
     bd_text model, prompt;
-    bool add_special_tokens, return_token_strs;
+    bool add_special_tokens, add_special_sent, return_token_strs;
+    bd_chat_input chat;
 } tokenize_request;
 
-static bool parse_messages(const bd_field_context *context, const char *name, bd_view value,
-                           bd_api_error *err) {
+static bool refuse_continue(const bd_field_context *context, const char *name, bd_view value,
+                            bd_api_error *err) {
+    bool flag = false;
     (void)context;
-    (void)value;
-    return bd_api_fail(err, BD_API_UNSUPPORTED, name,
-                       "'%s' is not supported by this server: it has no chat template.", name);
+    if (!bd_field_bool(name, value, &flag, err)) return false;
+    return !flag || bd_api_fail(err, BD_API_UNSUPPORTED, name,
+                                "'%s' is not supported by this server.", name);
 }
 
 static const bd_field tokenize_fields[] = {
     {.name = "model", .kind = BD_FIELD_STRING, .offset = offsetof(tokenize_request, model)},
-    {.name = "messages", .kind = BD_FIELD_CUSTOM, .parse = parse_messages},
     {.name = "prompt", .kind = BD_FIELD_STRING, .offset = offsetof(tokenize_request, prompt)},
     {.name = "add_special_tokens",
      .kind = BD_FIELD_BOOL,
-     .offset = offsetof(tokenize_request, add_special_tokens)},
+     .offset = offsetof(tokenize_request, add_special_tokens),
+     .sent_offset = offsetof(tokenize_request, add_special_sent)},
     {.name = "return_token_strs",
      .kind = BD_FIELD_BOOL,
      .offset = offsetof(tokenize_request, return_token_strs)},
+};
+
+static const bd_field chat_fields[] = {
+    {.name = "messages", .kind = BD_FIELD_CUSTOM, .parse = bd_chat_parse_messages},
+    {.name = "add_generation_prompt",
+     .kind = BD_FIELD_BOOL,
+     .offset = offsetof(bd_chat_input, add_generation_prompt)},
+    {.name = "continue_final_message", .kind = BD_FIELD_CUSTOM, .parse = refuse_continue},
+    {.name = "chat_template_kwargs", .kind = BD_FIELD_CUSTOM, .parse = bd_chat_parse_kwargs},
+    {.name = "tools", .kind = BD_FIELD_REFUSED},
 };
 
 static bool find_tokenizer(const bd_openai *openai, uint32_t tenant, const bd_text *model,
@@ -56,36 +68,66 @@ static void write_tokens(const bd_served *served, const bd_token_vec *tokens, bo
     bd_strbuf_puts(out, tokens->count > 0 ? "]}" : "[]}");
 }
 
+static bool parse_tokenize(const char *body, size_t bytes, bd_arena **arena,
+                           tokenize_request *request, bd_api_error *err) {
+    bd_view root;
+    if (!bd_body_open(body, bytes, &root, arena, err)) return false;
+    const bd_field_context context = {.arena = *arena, .object = request};
+    const bd_field_context chat = {.arena = *arena, .object = &request->chat};
+    if (!bd_fields_parse(&context, tokenize_fields,
+                         sizeof tokenize_fields / sizeof tokenize_fields[0], root, err) ||
+        !bd_fields_parse(&chat, chat_fields, sizeof chat_fields / sizeof chat_fields[0], root, err))
+        return false;
+    if (request->prompt.data || request->chat.messages.at) {
+        if (!request->add_special_sent) request->add_special_tokens = request->prompt.data != NULL;
+        return true;
+    }
+    return bd_api_fail(err, BD_API_MISSING, "prompt", "Missing required parameter: 'prompt'.");
+}
+
+/* The conversation as text, unless a prompt was sent. */
+static bool prompt_text(const bd_openai *openai, const bd_served *served, bd_arena *arena,
+                        tokenize_request *request, bd_strbuf *rendered, bd_api_error *err) {
+    const bd_chat *chat = NULL;
+    if (request->prompt.data) return true;
+    if (!bd_chat_book_get(openai->chats, served, &chat, err)) return false;
+    bool ok = bd_chat_render(chat, &request->chat, arena, rendered, err);
+    bd_chat_book_release(openai->chats, chat);
+    request->prompt = (bd_text){rendered->data ? rendered->data : "", rendered->len_bytes};
+    return ok;
+}
+
+static bool encode_prompt(const bd_served *served, const tokenize_request *request,
+                          bd_token_vec *tokens, bd_api_error *err) {
+    const bd_encode_options options = {.add_special_tokens = request->add_special_tokens,
+                                       .parse_special = true};
+    const char *name = request->chat.messages.at ? "messages" : "prompt";
+    bd_error fault = {0};
+    bd_status status = bd_tokenizer_encode(served->tokenizer, request->prompt.data,
+                                           request->prompt.bytes, &options, tokens, &fault);
+    if (status == BD_E_MEMORY) return bd_out_of_memory(err);
+    return status == BD_OK ||
+           bd_api_fail(err, BD_API_VALUE, name, "Invalid '%s': %.200s.", name, fault.message);
+}
+
 bool bd_openai_tokenize(const bd_openai *openai, uint32_t tenant, const char *body, size_t bytes,
                         bd_strbuf *out, bd_api_error *err) {
-    tokenize_request request = {.add_special_tokens = true};
-    bd_field_context context = {.object = &request};
+    tokenize_request request = {.add_special_tokens = true, .chat.add_generation_prompt = true};
     const bd_served *served = NULL;
+    bd_arena *arena = NULL;
     bd_token_vec tokens = {0};
-    bd_error fault = {0};
-    bd_view root;
-    bool ok = bd_body_open(body, bytes, &root, &context.arena, err) &&
-              bd_fields_parse(&context, tokenize_fields,
-                              sizeof tokenize_fields / sizeof tokenize_fields[0], root, err);
-    if (ok && !request.prompt.data)
-        ok = bd_api_fail(err, BD_API_MISSING, "prompt", "Missing required parameter: 'prompt'.");
-    ok = ok && find_tokenizer(openai, tenant, &request.model, &served, err);
-    if (ok) {
-        const bd_encode_options options = {.add_special_tokens = request.add_special_tokens,
-                                           .parse_special = true};
-        bd_status status = bd_tokenizer_encode(served->tokenizer, request.prompt.data,
-                                               request.prompt.bytes, &options, &tokens, &fault);
-        if (status == BD_E_MEMORY)
-            ok = bd_out_of_memory(err);
-        else if (status != BD_OK)
-            ok = bd_api_fail(err, BD_API_VALUE, "prompt", "Invalid 'prompt': %.200s.",
-                             fault.message);
-    }
+    bd_strbuf rendered;
+    bd_strbuf_init(&rendered, BD_CHAT_OUTPUT_BYTES_MAX);
+    bool ok = parse_tokenize(body, bytes, &arena, &request, err) &&
+              find_tokenizer(openai, tenant, &request.model, &served, err) &&
+              prompt_text(openai, served, arena, &request, &rendered, err) &&
+              encode_prompt(served, &request, &tokens, err);
     if (ok) write_tokens(served, &tokens, request.return_token_strs, out);
     if (ok && out->failed) ok = bd_out_of_memory(err);
     bd_token_vec_deinit(&tokens);
+    bd_strbuf_deinit(&rendered);
     bd_router_release(openai->router, served);
-    bd_arena_destroy(context.arena);
+    bd_arena_destroy(arena);
     return ok;
 }
 

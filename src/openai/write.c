@@ -9,7 +9,11 @@ bool bd_completion_write_head(bd_completion *completion) {
     bd_strbuf *head = &completion->head;
     bd_strbuf_puts(head, "{\"id\":\"");
     bd_strbuf_puts(head, completion->id);
-    bd_strbuf_printf(head, "\",\"object\":\"text_completion\",\"created\":%" PRIu64 ",\"model\":",
+    const bd_completion_request *request = &completion->request;
+    const char *object = !request->is_chat ? "text_completion"
+                         : request->stream ? "chat.completion.chunk"
+                                           : "chat.completion";
+    bd_strbuf_printf(head, "\",\"object\":\"%s\",\"created\":%" PRIu64 ",\"model\":", object,
                      completion->created_s);
     bd_strbuf_json_string(head, completion->served->name, strlen(completion->served->name));
     bd_strbuf_puts(head, ",\"choices\":[");
@@ -62,16 +66,41 @@ static void write_text(const bd_strbuf *echo, const bd_strbuf *text, bd_strbuf *
     bd_strbuf_deinit(&joined);
 }
 
+/* The finishing chunk's delta is empty unless it carries the last text. */
+static void write_message(const bd_choice *choice, bool stream, bd_strbuf *out) {
+    if (stream && choice->finished && choice->text.len_bytes == 0) {
+        bd_strbuf_puts(out, ",\"delta\":{}");
+        return;
+    }
+    bd_strbuf_puts(out, stream ? ",\"delta\":{\"content\":"
+                               : ",\"message\":{\"role\":\"assistant\",\"content\":");
+    bd_strbuf_json_string(out, choice->text.data, choice->text.len_bytes);
+    bd_strbuf_puts(out, stream ? "}" : ",\"refusal\":null}");
+}
+
+static void write_chat_logprobs(const bd_choice *choice, bd_strbuf *out) {
+    bd_strbuf_puts(out, "{\"content\":[");
+    bd_strbuf_append(out, choice->lists.tokens.data, choice->lists.tokens.len_bytes);
+    bd_strbuf_puts(out, "],\"refusal\":null}");
+}
+
 /* {"index":...}: what the choice holds now. first: the prompt's parts belong to it. */
 static void write_choice(const bd_completion *completion, uint32_t index, bool first,
                          bd_strbuf *out) {
     const bd_completion_request *request = &completion->request;
     const bd_choice *choice = &completion->choices[index];
     const bd_prompt_state *prompt = &completion->prompts[index / (uint32_t)request->n];
-    bd_strbuf_printf(out, "{\"index\":%" PRIu32 ",\"text\":", index);
-    write_text(first ? &prompt->echo : NULL, &choice->text, out);
+    bd_strbuf_printf(out, "{\"index\":%" PRIu32, index);
+    if (request->is_chat) {
+        write_message(choice, request->stream, out);
+    } else {
+        bd_strbuf_puts(out, ",\"text\":");
+        write_text(first ? &prompt->echo : NULL, &choice->text, out);
+    }
     bd_strbuf_puts(out, ",\"logprobs\":");
-    if (request->logprobs >= 0)
+    if (request->logprobs >= 0 && request->is_chat)
+        write_chat_logprobs(choice, out);
+    else if (request->logprobs >= 0)
         bd_logprob_lists_write(&choice->lists, out);
     else
         bd_strbuf_puts(out, "null");
@@ -105,6 +134,25 @@ void bd_completion_write_event(bd_completion *completion, uint32_t index, bd_str
         bd_strbuf_puts(out, ",\"usage\":");
         write_usage(completion->prompts[index / (uint32_t)request->n].ids.count, choice->generated,
                     out);
+    } else if (request->include_usage) {
+        bd_strbuf_puts(out, ",\"usage\":null");
+    }
+    bd_strbuf_puts(out, "}\n\n");
+}
+
+void bd_completion_write_role_event(const bd_completion *completion, uint32_t index,
+                                    bd_strbuf *out) {
+    const bd_completion_request *request = &completion->request;
+    bd_strbuf_puts(out, "data: ");
+    bd_strbuf_append(out, completion->head.data, completion->head.len_bytes);
+    bd_strbuf_printf(out,
+                     "{\"index\":%" PRIu32
+                     ",\"delta\":{\"role\":\"assistant\",\"content\":\"\"},\"logprobs\":null,"
+                     "\"finish_reason\":null}]",
+                     index);
+    if (request->continuous_usage) {
+        bd_strbuf_puts(out, ",\"usage\":");
+        write_usage(completion->prompts[index / (uint32_t)request->n].ids.count, 0, out);
     } else if (request->include_usage) {
         bd_strbuf_puts(out, ",\"usage\":null");
     }

@@ -13,8 +13,9 @@ typedef struct bd_openai_options {
     bd_router *router;            /* all variants are registered already; outlives the object */
     const char *base_fingerprint; /* with the version and the served name: system_fingerprint */
     const char *numerics; /* backend, dtype and the like, part of the fingerprint; may be NULL */
-    size_t response_bytes_max; /* memory of one response; 0: 256 MiB */
-    uint32_t prompts_max;      /* prompts, and prompts x n, of one request; 0: 1024 */
+    const char *chat_template_path; /* a template for all models; NULL: each has its own */
+    size_t response_bytes_max;      /* memory of one response; 0: 256 MiB */
+    uint32_t prompts_max;           /* prompts, and prompts x n, of one request; 0: 1024 */
 } bd_openai_options;
 
 /* On failure *out is NULL. */
@@ -44,7 +45,7 @@ bool bd_openai_lora_request(const char *body, size_t bytes, bool load, bd_lora_r
 /* For ids that must not repeat; digits at most 64, then a NUL. */
 void bd_openai_random_hex(char *out, size_t digits);
 
-/* ---- POST /v1/completions ---- */
+/* ---- POST /v1/completions and /v1/chat/completions ---- */
 
 typedef struct bd_completion bd_completion;
 
@@ -61,6 +62,9 @@ typedef struct bd_completion_sink { /* on bd-sched; must not block */
  * why. The body is not needed afterwards. */
 bd_completion *bd_completion_create(const bd_openai *openai, uint32_t tenant, const char *body,
                                     size_t bytes, uint64_t received_us, bd_api_error *err);
+/* The same for POST /v1/chat/completions. */
+bd_completion *bd_chat_completion_create(const bd_openai *openai, uint32_t tenant, const char *body,
+                                         size_t bytes, uint64_t received_us, bd_api_error *err);
 bool bd_completion_is_stream(const bd_completion *completion);
 bool bd_completion_failed(const bd_completion *completion); /* after done() */
 /* Any thread, once; done() is called exactly once afterwards, perhaps before this returns. */

@@ -1,0 +1,212 @@
+/* chat_messages.c - a request's messages as the model's template takes them, and the prompt.
+ * Threads: any. */
+#include <string.h>
+
+#include "bitdelta/base/clock.h"
+#include "bitdelta/base/json_scan.h"
+#include "chat.h"
+
+static bool is_key(bd_view key, const char *name) {
+    char text[32];
+    size_t bytes = strlen(name);
+    if (bd_view_string_bytes(key) != bytes) return false;
+    bd_view_string_copy(key, text);
+    return memcmp(text, name, bytes) == 0;
+}
+
+static void put_raw(bd_view value, bd_strbuf *out) {
+    bd_strbuf_append(out, value.at, bd_view_bytes(value));
+}
+
+static void put_key(bd_view key, bool *first, bd_strbuf *out) {
+    if (!*first) bd_strbuf_puts(out, ",");
+    *first = false;
+    put_raw(key, out);
+    bd_strbuf_puts(out, ":");
+}
+
+/* ---- Content ---- */
+
+static void put_joined_parts(bd_view parts, bd_strbuf *out) {
+    bd_view part, key, value, text;
+    bd_strbuf_puts(out, "\"");
+    for (bd_view_iter iter = bd_view_begin(parts); bd_view_next_item(&iter, &part);) {
+        text.at = NULL;
+        for (bd_view_iter inner = bd_view_begin(part); bd_view_next_member(&inner, &key, &value);)
+            if (is_key(key, "text")) text = value;
+        /* The inside of the literal, escapes and all. */
+        bd_strbuf_append(out, text.at + 1, bd_view_bytes(text) - 2);
+    }
+    bd_strbuf_puts(out, "\"");
+}
+
+static void put_content(bd_view content, const bd_chat_template *tmpl, bd_strbuf *out) {
+    bool parts = bd_chat_template_wants_parts(tmpl);
+    bd_view_kind kind = bd_view_kind_of(content);
+    if (kind == BD_VIEW_ARRAY && !parts) {
+        put_joined_parts(content, out);
+    } else if (kind == BD_VIEW_STRING && parts && !bd_chat_template_tests_string(tmpl)) {
+        bd_strbuf_puts(out, "[{\"type\":\"text\",\"text\":");
+        put_raw(content, out);
+        bd_strbuf_puts(out, "}]");
+    } else {
+        put_raw(content, out);
+    }
+}
+
+/* ---- Tool calls: clients send arguments as JSON in a string, templates expect the object ---- */
+
+static bool put_arguments(bd_view value, bd_arena *arena, bd_strbuf *out) {
+    static const bd_json_limits limits = {
+        .depth_max = 32, .nodes_max = (size_t)1 << 20, .allow_nul_escape = true};
+    bd_json_scan scan;
+    if (bd_view_kind_of(value) == BD_VIEW_STRING) {
+        size_t bytes = bd_view_string_bytes(value);
+        char *text = bd_arena_alloc(arena, bytes + 1, 1);
+        if (!text) return false;
+        bd_view_string_copy(value, text);
+        if (bd_json_check(text, bytes, &limits, &scan, NULL) == BD_OK && text[scan.offset] == '{') {
+            bd_strbuf_append(out, text + scan.offset, bytes - scan.offset);
+            return true;
+        }
+    }
+    put_raw(value, out);
+    return true;
+}
+
+static bool put_function(bd_view function, bd_arena *arena, bd_strbuf *out) {
+    bd_view key, value;
+    bool first = true, ok = true;
+    bd_strbuf_puts(out, "{");
+    for (bd_view_iter iter = bd_view_begin(function);
+         ok && bd_view_next_member(&iter, &key, &value);) {
+        put_key(key, &first, out);
+        if (is_key(key, "arguments"))
+            ok = put_arguments(value, arena, out);
+        else
+            put_raw(value, out);
+    }
+    bd_strbuf_puts(out, "}");
+    return ok;
+}
+
+static bool put_tool_calls(bd_view calls, bd_arena *arena, bd_strbuf *out) {
+    bd_view call, key, value;
+    bool first_call = true, ok = true;
+    bd_strbuf_puts(out, "[");
+    for (bd_view_iter iter = bd_view_begin(calls); ok && bd_view_next_item(&iter, &call);) {
+        bool first = true;
+        if (!first_call) bd_strbuf_puts(out, ",");
+        first_call = false;
+        if (bd_view_kind_of(call) != BD_VIEW_OBJECT) {
+            put_raw(call, out);
+            continue;
+        }
+        bd_strbuf_puts(out, "{");
+        for (bd_view_iter inner = bd_view_begin(call);
+             ok && bd_view_next_member(&inner, &key, &value);) {
+            put_key(key, &first, out);
+            if (is_key(key, "function") && bd_view_kind_of(value) == BD_VIEW_OBJECT)
+                ok = put_function(value, arena, out);
+            else
+                put_raw(value, out);
+        }
+        bd_strbuf_puts(out, "}");
+    }
+    bd_strbuf_puts(out, "]");
+    return ok;
+}
+
+/* ---- Messages ---- */
+
+/* Later members of the same name count when the JSON is read, so all may be copied. */
+static bool put_message(bd_view message, const bd_chat_template *tmpl, bd_arena *arena,
+                        bd_strbuf *out) {
+    bd_view key, value;
+    bool first = true, ok = true;
+    bd_strbuf_puts(out, "{");
+    for (bd_view_iter iter = bd_view_begin(message);
+         ok && bd_view_next_member(&iter, &key, &value);) {
+        put_key(key, &first, out);
+        if (is_key(key, "role") && bd_view_kind_of(value) == BD_VIEW_STRING &&
+            is_key(value, "developer") && !bd_chat_template_mentions(tmpl, "developer"))
+            bd_strbuf_puts(out, "\"system\"");
+        else if (is_key(key, "content"))
+            put_content(value, tmpl, out);
+        else if (is_key(key, "tool_calls") && bd_view_kind_of(value) == BD_VIEW_ARRAY)
+            ok = put_tool_calls(value, arena, out);
+        else
+            put_raw(value, out);
+    }
+    bd_strbuf_puts(out, "}");
+    return ok;
+}
+
+bool bd_chat_messages_write(bd_view messages, const bd_chat_template *tmpl, bd_arena *arena,
+                            bd_strbuf *out) {
+    bd_view message;
+    bool first = true;
+    bd_strbuf_puts(out, "[");
+    for (bd_view_iter iter = bd_view_begin(messages); bd_view_next_item(&iter, &message);) {
+        if (!first) bd_strbuf_puts(out, ",");
+        first = false;
+        if (!put_message(message, tmpl, arena, out)) return false;
+    }
+    bd_strbuf_puts(out, "]");
+    return !out->failed;
+}
+
+/* ---- The prompt ---- */
+
+static bool render_failed(bd_status status, const bd_error *fault, bd_api_error *err) {
+    if (status == BD_E_MEMORY) return bd_out_of_memory(err);
+    if (status == BD_E_ARGUMENT)
+        return bd_api_fail(err, BD_API_VALUE, "messages",
+                           "The chat template does not accept these messages: %.300s",
+                           fault->message);
+    return bd_api_fail(err, BD_API_VALUE, "messages",
+                       "The chat template cannot handle these messages: %.300s.", fault->message);
+}
+
+bool bd_chat_render(const bd_chat *chat, const bd_chat_input *input, bd_arena *arena,
+                    bd_strbuf *out, bd_api_error *err) {
+    if (!chat->tmpl && chat->fault.status != BD_OK)
+        return bd_api_fail(err, BD_API_UNSUPPORTED, NULL,
+                           "This model's chat template is not supported by this server: %.300s.",
+                           chat->fault.message);
+    if (!chat->tmpl)
+        return bd_api_fail(err, BD_API_UNSUPPORTED, NULL,
+                           "This model has no chat template. Use /v1/completions.");
+    bd_strbuf messages;
+    bd_strbuf_init(&messages, 0);
+    if (!bd_chat_messages_write(input->messages, chat->tmpl, arena, &messages)) {
+        bd_strbuf_deinit(&messages);
+        return bd_out_of_memory(err);
+    }
+    bd_chat_variable variables[10];
+    size_t count = 0;
+    const struct {
+        const char *name, *text;
+    } tokens[] = {{"bos_token", chat->bos_token},
+                  {"eos_token", chat->eos_token},
+                  {"pad_token", chat->pad_token},
+                  {"unk_token", chat->unk_token}};
+    for (size_t i = 0; i < sizeof tokens / sizeof tokens[0]; i++)
+        if (tokens[i].text)
+            variables[count++] = (bd_chat_variable){.name = tokens[i].name,
+                                                    .text = tokens[i].text,
+                                                    .text_bytes = strlen(tokens[i].text)};
+    if (input->kwargs.at) variables[count++] = (bd_chat_variable){.json = input->kwargs.at};
+    variables[count++] = (bd_chat_variable){.name = "messages", .json = messages.data};
+    variables[count++] = (bd_chat_variable){.name = "tools", .json = "null"};
+    variables[count++] = (bd_chat_variable){
+        .name = "documents", .json = input->documents.at ? input->documents.at : "null"};
+    variables[count++] = (bd_chat_variable){
+        .name = "add_generation_prompt", .json = input->add_generation_prompt ? "true" : "false"};
+    bd_error fault;
+    bd_error_clear(&fault);
+    bd_status status = bd_chat_template_render(chat->tmpl, variables, count,
+                                               (int64_t)bd_wall_seconds(), out, &fault);
+    bd_strbuf_deinit(&messages);
+    return status == BD_OK || render_failed(status, &fault, err);
+}
