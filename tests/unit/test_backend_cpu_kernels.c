@@ -67,6 +67,8 @@ static void make_weights(kernel_case *c) {
 
 /* A plane of k signs a row, of which the last few may be none of the disk format's. */
 static void make_signs(kernel_case *c) {
+    for (; c->rows > BD_CPU_SIGN_ROWS; c->rows--)
+        free(c->x[c->rows - 1]), free(c->y[c->rows - 1]);
     c->first = pick(&c->rng, 0, 1) * pick(&c->rng, 1, 30);
     c->plane_rows = c->first + c->n + pick(&c->rng, 0, 1) * pick(&c->rng, 1, 20);
     c->plane = must_calloc(bd_cpu_plane_bytes(c->plane_rows, c->k), 1);

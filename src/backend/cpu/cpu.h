@@ -16,6 +16,7 @@
 #define BD_CPU_SHORT_ROWS 8u
 /* Fewer base rows than this read the weights as they are; more go through float32 tiles. */
 #define BD_CPU_DIRECT_ROWS 32u
+#define BD_CPU_SIGN_ROWS   BD_CPU_SHORT_ROWS /* of one call of sign_dot */
 #define BD_CPU_TILE_N      96u
 #define BD_CPU_TILE_K      512u /* a multiple of 32, so that a tile's bits start at a whole word */
 #define BD_CPU_DIRECT_N    48u
@@ -53,16 +54,17 @@ typedef struct bd_cpu_dot {
 } bd_cpu_dot;
 
 /* y[r][i] += scale[i] * sum_k +-x[r][k] for rows first + i of a plane.
- * x comes as a sum table. For every three elements it holds all eight sums, [word][11][8] with 11
- * triples to 32 elements (the last has two); AVX-512 permutes twice as wide and has all sixteen
- * sums of four elements, [word][8][16]. One permute then adds three (four) elements to each of
- * eight (sixteen) outputs, where flipping signs takes four operations for eight weights. */
+ * x comes as a sum table, one lookup of which adds several elements to each of several outputs,
+ * where flipping signs takes four operations for eight weights. Plain C and NEON have all eight
+ * sums of every three elements, [word][11][8] with 11 triples to 32 elements (the last has two);
+ * AVX2 all four of every two, [word][16][4], since its cheap permute works within four lanes;
+ * AVX-512 all sixteen of every four, [word][8][16]. */
 typedef struct bd_cpu_signs {
     const float *const *table; /* [rows] */
     float *const *y;           /* [rows], each [count] */
     const uint8_t *plane;
-    const float *scale; /* of row first */
-    uint32_t rows, first, count, words;
+    const float *scale;                 /* of row first */
+    uint32_t rows, first, count, words; /* rows: at most BD_CPU_SIGN_ROWS */
 } bd_cpu_signs;
 
 /* Whatever the blocking, a row's result is the same bits alone and in company. */
@@ -201,11 +203,12 @@ static inline const uint8_t *bd_cpu_plane_at(const void *plane, uint32_t k, uint
 
 #define BD_CPU_PLANE_STEP 32u /* bytes from word to word of a row */
 #define BD_CPU_TRIPLES    11u
+#define BD_CPU_PAIRS      16u
 #define BD_CPU_QUADS      8u
 #define BD_CPU_FOLD_WORDS                                                                          \
     16u /* words summed before the sum joins the total: keeps rounding errors down */
 static inline size_t bd_cpu_table_floats(uint32_t k) {
-    return (size_t)bd_cpu_plane_words(k) * BD_CPU_QUADS * 16u; /* the larger kind */
+    return (size_t)bd_cpu_plane_words(k) * BD_CPU_QUADS * 16u; /* the largest kind */
 }
 
 /* Sizes of all buffers for `workers`; false when a product overflows. */

@@ -12,13 +12,10 @@
 #define INLINE AVX2 __attribute__((always_inline)) static inline
 #ifdef __clang__
 #define UNROLL _Pragma("clang loop unroll(full)")
+#define ROLL   _Pragma("clang loop unroll(disable)")
 #else
 #define UNROLL _Pragma("GCC unroll 16")
-#endif
-
-#ifndef BD_PF1
-#define BD_PF1 512u
-#define BD_PF2 512u
+#define ROLL   _Pragma("GCC unroll 1")
 #endif
 
 INLINE float lane_sum(__m256 v) {
@@ -53,10 +50,10 @@ INLINE __m256i first_lanes(uint32_t count) {
                               _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 
-/* Asks for the cache line that holds element k, a multiple of 32, of the row at w; past the
+/* Asks for the cache line that holds 16-bit element k, a multiple of 32, of the row at w; past the
  * matrix's end the request comes to nothing. */
-INLINE void prefetch(const uint8_t *w, uint64_t ahead_bytes, uint32_t k, bd_dtype dtype) {
-    const uintptr_t at = (uintptr_t)w + ahead_bytes + k * bd_dtype_bytes(dtype);
+INLINE void prefetch(const uint8_t *w, uint64_t ahead_bytes, uint32_t k) {
+    const uintptr_t at = (uintptr_t)w + ahead_bytes + 2 * (size_t)k;
     _mm_prefetch((const char *)at, _MM_HINT_T0);
 }
 
@@ -75,7 +72,7 @@ INLINE void dot_block(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, uint32_
     const uint32_t count = dot->k / 8 * 8;
     for (uint32_t k = 0; k < count; k += 8) {
         if (dtype != BD_DTYPE_F32 && ahead_bytes > 0 && k % 32 == 0) {
-            UNROLL for (uint32_t a = 0; a < NW; a++) prefetch(w[a], ahead_bytes, k, dtype);
+            UNROLL for (uint32_t a = 0; a < NW; a++) prefetch(w[a], ahead_bytes, k);
         }
         if (NW <= R) {
             __m256 wide[8];
@@ -111,7 +108,7 @@ INLINE void dot_block(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, uint32_
 }
 
 /* Weights pass through the cache once: all rows visit a few outputs before the next few are read,
- * which the first rows ask for. */
+ * which the first rows ask for. A row alone waits for memory anyway, and asking only costs it. */
 INLINE void dot_rows(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, const uint32_t NW) {
     const uint32_t half = NW == 6 ? 3 : NW;
     uint32_t r = 0;
@@ -127,15 +124,15 @@ INLINE void dot_rows(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, const ui
         }
         r += four ? 4 : 3;
     }
-    if (dot->rows - r == 2) dot_block(dot, dtype, i, r, BD_PF2, NW, 2);
-    if (dot->rows - r == 1) dot_block(dot, dtype, i, r, BD_PF1, NW, 1);
+    if (dot->rows - r == 2) dot_block(dot, dtype, i, r, r == 0 ? NW * dot->stride_bytes : 0, NW, 2);
+    if (dot->rows - r == 1) dot_block(dot, dtype, i, r, 0, NW, 1);
 }
 
 INLINE void dot_all(const bd_cpu_dot *dot, bd_dtype dtype) {
     uint32_t i = 0;
     if (dot->rows == 1) {
         for (; i + 8 <= dot->n; i += 8)
-            dot_block(dot, dtype, i, 0, BD_PF1, 8, 1);
+            dot_block(dot, dtype, i, 0, 0, 8, 1);
     }
     for (; i + 6 <= dot->n; i += 6)
         dot_rows(dot, dtype, i, 6);
@@ -162,33 +159,20 @@ INLINE __m256 sign_mask(uint32_t word, uint32_t group) {
     return _mm256_and_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(-0.0f));
 }
 
+/* Of every two elements all four sums, lane j with a minus where j has a bit. */
 AVX2 static void avx2_sum_table(float *table, const float *x, uint32_t k) {
-    const __m256 sign[3] = {sign_mask(0xaa, 0), sign_mask(0xcc, 0),
-                            sign_mask(0xf0, 0)}; /* bit b of the lane's number */
-    for (uint32_t w = 0; w < bd_cpu_plane_words(k); w++) {
-        float part[33] = {0};
-        memcpy(part, x + 32u * w, (k - 32u * w < 32u ? k - 32u * w : 32u) * sizeof *part);
-        for (uint32_t t = 0; t < BD_CPU_TRIPLES; t++, table += 8) {
-            const __m256 a = _mm256_xor_ps(_mm256_set1_ps(part[3 * t]), sign[0]);
-            const __m256 b = _mm256_xor_ps(_mm256_set1_ps(part[3 * t + 1]), sign[1]);
-            const __m256 c = _mm256_xor_ps(_mm256_set1_ps(part[3 * t + 2]), sign[2]);
-            _mm256_storeu_ps(table, _mm256_add_ps(_mm256_add_ps(a, b), c));
-        }
+    for (uint32_t at = 0; at < bd_cpu_plane_words(k) * 32u; at += 2, table += 4) {
+        const float a = at < k ? x[at] : 0.0f, b = at + 1 < k ? x[at + 1] : 0.0f;
+        _mm_storeu_ps(table, _mm_add_ps(_mm_setr_ps(a, -a, a, -a), _mm_setr_ps(b, b, -b, -b)));
     }
 }
 
-typedef struct signed_sum { /* of eight outputs and a row of the batch */
-    __m256 total, part;     /* part: of the words since the last fold */
-} signed_sum;
-
-/* Adds the triple that the lowest bits choose. */
-INLINE void add_triple(signed_sum *sum, __m256 eight, __m256i bits) {
-    sum->part = _mm256_add_ps(sum->part, _mm256_permutevar8x32_ps(eight, bits));
-}
-
-INLINE void fold(signed_sum *sum) {
-    sum->total = _mm256_add_ps(sum->total, sum->part);
-    sum->part = _mm256_setzero_ps();
+/* Adds the two pairs that the lowest bits choose; next: the bits, two on. */
+INLINE __m256 add_pairs(__m256 part, const float *table, __m256i bits, __m256i next) {
+    const __m256 low = _mm256_broadcast_ps((const __m128 *)(const void *)table);
+    const __m256 high = _mm256_broadcast_ps((const __m128 *)(const void *)(table + 4));
+    return _mm256_add_ps(
+        part, _mm256_add_ps(_mm256_permutevar_ps(low, bits), _mm256_permutevar_ps(high, next)));
 }
 
 INLINE __m256i load_bits(const bd_cpu_signs *signs, uint32_t group, uint32_t word) {
@@ -208,56 +192,86 @@ INLINE void add_scaled(const bd_cpu_signs *signs, uint32_t group, uint32_t r, __
     }
 }
 
-/* G groups of eight outputs from `group` on, rows [r, r + R) of the batch: the bits are shifted
- * once for all rows. */
-INLINE void sign_block(const bd_cpu_signs *signs, uint32_t group, uint32_t r, const uint32_t G,
-                       const uint32_t R) {
-    signed_sum sums[4][4];
+#define SIGN_GROUPS 8u
+
+typedef struct sign_totals { /* of up to SIGN_GROUPS groups of eight outputs */
+    __m256 of[BD_CPU_SIGN_ROWS][SIGN_GROUPS];
+} sign_totals;
+
+/* The words [w, end) of G groups of eight outputs from `group` on, for rows [r, r + R) of the
+ * batch; the bits are shifted once for all rows. at: the first group's place in totals. */
+INLINE void sign_block(const bd_cpu_signs *signs, sign_totals *totals, uint32_t group, uint32_t at,
+                       uint32_t r, uint32_t w, uint32_t end, const uint32_t G, const uint32_t R) {
+    __m256 part[4][4];
+    const uint8_t *plane[4];
+    const float *table[4];
     UNROLL for (uint32_t g = 0; g < G; g++) {
-        UNROLL for (uint32_t b = 0; b < R; b++) sums[g][b] =
-            (signed_sum){_mm256_setzero_ps(), _mm256_setzero_ps()};
+        plane[g] = signs->plane + bd_cpu_plane_offset(signs->words, 8 * (group + g), w);
+        UNROLL for (uint32_t b = 0; b < R; b++) part[g][b] = _mm256_setzero_ps();
     }
-    size_t at = 0;
-    for (uint32_t w = 0; w < signs->words;) {
-        const uint32_t end =
-            signs->words - w < BD_CPU_FOLD_WORDS ? signs->words : w + BD_CPU_FOLD_WORDS;
-        for (; w < end; w++) {
-            __m256i bits[4];
-            UNROLL for (uint32_t g = 0; g < G; g++) bits[g] = load_bits(signs, group + g, w);
-            UNROLL for (uint32_t t = 0; t < BD_CPU_TRIPLES; t++, at += 8) {
-                UNROLL for (uint32_t b = 0; b < R; b++) {
-                    const __m256 eight = _mm256_loadu_ps(signs->table[r + b] + at);
-                    UNROLL for (uint32_t g = 0; g < G; g++) add_triple(&sums[g][b], eight, bits[g]);
-                }
-                UNROLL for (uint32_t g = 0; g < G; g++) bits[g] = _mm256_srli_epi32(bits[g], 3);
+    UNROLL for (uint32_t b = 0; b < R; b++) table[b] = signs->table[r + b] + (size_t)w * 64u;
+    size_t at_table = 0;
+    for (uint32_t i = 0; i < end - w; i++) {
+        __m256i bits[4], next[4];
+        UNROLL for (uint32_t g = 0; g < G; g++) bits[g] = _mm256_loadu_si256(
+            (const __m256i *)(const void *)(plane[g] + (size_t)i * BD_CPU_PLANE_STEP));
+        /* Unrolled, gcc would permute everything before it adds, and spill. */
+        ROLL for (uint32_t t = 0; t < BD_CPU_PAIRS; t += 2, at_table += 8) {
+            UNROLL for (uint32_t g = 0; g < G; g++) next[g] = _mm256_srli_epi32(bits[g], 2);
+            UNROLL for (uint32_t b = 0; b < R; b++) {
+                UNROLL for (uint32_t g = 0; g < G; g++) part[g][b] =
+                    add_pairs(part[g][b], table[b] + at_table, bits[g], next[g]);
             }
-        }
-        UNROLL for (uint32_t g = 0; g < G; g++) {
-            UNROLL for (uint32_t b = 0; b < R; b++) fold(&sums[g][b]);
+            UNROLL for (uint32_t g = 0; g < G; g++) bits[g] = _mm256_srli_epi32(bits[g], 4);
         }
     }
     UNROLL for (uint32_t g = 0; g < G; g++) {
-        UNROLL for (uint32_t b = 0; b < R; b++)
-            add_scaled(signs, group + g, r + b, sums[g][b].total);
+        UNROLL for (uint32_t b = 0; b < R; b++) totals->of[r + b][at + g] =
+            _mm256_add_ps(totals->of[r + b][at + g], part[g][b]);
     }
 }
 
-INLINE void sign_rows(const bd_cpu_signs *signs, uint32_t r, const uint32_t G, const uint32_t R) {
-    const uint32_t end = (signs->first + signs->count + 7) / 8u;
-    uint32_t group = signs->first / 8u;
-    for (; group + G <= end; group += G)
-        sign_block(signs, group, r, G, R);
-    for (; group < end; group++)
-        sign_block(signs, group, r, 1, R);
+/* All rows of the batch, words [w, end) of one or more groups. */
+INLINE void sign_rows(const bd_cpu_signs *signs, sign_totals *totals, uint32_t group, uint32_t at,
+                      uint32_t w, uint32_t end, const uint32_t G) {
+    const uint32_t half = G > 1 ? G / 2 : 1;
+    uint32_t r = 0;
+    for (; r + 4 <= signs->rows; r += 4) {
+        for (uint32_t g = 0; g < G; g += half)
+            sign_block(signs, totals, group + g, at + g, r, w, end, half, 4);
+    }
+    for (; r + 2 <= signs->rows; r += 2)
+        sign_block(signs, totals, group, at, r, w, end, G, 2);
+    if (r < signs->rows) sign_block(signs, totals, group, at, r, w, end, G, 1);
+}
+
+/* Up to SIGN_GROUPS groups from `first` on, BD_CPU_FOLD_WORDS words at a time: their part of the
+ * tables of all rows stays in the first cache. */
+AVX2 static void sign_groups(const bd_cpu_signs *signs, uint32_t first, uint32_t groups) {
+    sign_totals totals;
+    BD_ASSERT(signs->rows <= BD_CPU_SIGN_ROWS && groups <= SIGN_GROUPS);
+    for (uint32_t r = 0; r < signs->rows; r++) {
+        for (uint32_t g = 0; g < groups; g++)
+            totals.of[r][g] = _mm256_setzero_ps();
+    }
+    for (uint32_t w = 0, end; w < signs->words; w = end) {
+        uint32_t g = 0;
+        end = signs->words - w < BD_CPU_FOLD_WORDS ? signs->words : w + BD_CPU_FOLD_WORDS;
+        for (; g + 4 <= groups; g += 4)
+            sign_rows(signs, &totals, first + g, g, w, end, 4);
+        for (; g < groups; g++)
+            sign_rows(signs, &totals, first + g, g, w, end, 1);
+    }
+    for (uint32_t r = 0; r < signs->rows; r++) {
+        for (uint32_t g = 0; g < groups; g++)
+            add_scaled(signs, first + g, r, totals.of[r][g]);
+    }
 }
 
 AVX2 static void avx2_sign_dot(const bd_cpu_signs *signs) {
-    uint32_t r = 0;
-    for (; r + 4 <= signs->rows; r += 4)
-        sign_rows(signs, r, 2, 4);
-    for (; r + 2 <= signs->rows; r += 2)
-        sign_rows(signs, r, 4, 2);
-    if (r < signs->rows) sign_rows(signs, r, 4, 1);
+    const uint32_t end = (signs->first + signs->count + 7) / 8u;
+    for (uint32_t group = signs->first / 8u; group < end; group += SIGN_GROUPS)
+        sign_groups(signs, group, end - group < SIGN_GROUPS ? end - group : SIGN_GROUPS);
 }
 
 /* Weights and bits of the eight outputs of a group; i: of the first in dot. The sums run in the
@@ -267,7 +281,7 @@ INLINE void fused_block(const bd_cpu_dot *dot, const bd_cpu_signs *signs, uint32
     const uint8_t *w[8];
     const float *x = dot->x[0], *table = signs->table[0];
     const uint32_t group = (signs->first + i) / 8u;
-    signed_sum sum = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+    __m256 total = _mm256_setzero_ps(), part = _mm256_setzero_ps();
     UNROLL for (uint32_t a = 0; a < 8; a++) {
         w[a] = dot->w + (i + a) * dot->stride_bytes;
         acc[a] = _mm256_setzero_ps();
@@ -275,29 +289,27 @@ INLINE void fused_block(const bd_cpu_dot *dot, const bd_cpu_signs *signs, uint32
     uint32_t k = 0;
     for (uint32_t word = 0; word < signs->words; word++) {
         const uint32_t end = dot->k - k < 32 ? dot->k / 8 * 8 : k + 32;
-        UNROLL for (uint32_t a = 0; a < 8; a++) {
-            if ((BD_PF1) != 0) prefetch(w[a], BD_PF1, k, BD_DTYPE_BF16);
-        }
         for (; k < end; k += 8) {
             const __m256 xs = _mm256_loadu_ps(x + k);
             UNROLL for (uint32_t a = 0; a < 8; a++) acc[a] =
                 _mm256_fmadd_ps(xs, load8(w[a], k, BD_DTYPE_BF16), acc[a]);
         }
         __m256i bits = load_bits(signs, group, word);
-        UNROLL for (uint32_t t = 0; t < BD_CPU_TRIPLES; t++, table += 8) {
-            add_triple(&sum, _mm256_loadu_ps(table), bits);
-            bits = _mm256_srli_epi32(bits, 3);
+        UNROLL for (uint32_t t = 0; t < BD_CPU_PAIRS; t += 2, table += 8) {
+            part = add_pairs(part, table, bits, _mm256_srli_epi32(bits, 2));
+            bits = _mm256_srli_epi32(bits, 4);
         }
-        if (word % BD_CPU_FOLD_WORDS == BD_CPU_FOLD_WORDS - 1) fold(&sum);
+        if (word % BD_CPU_FOLD_WORDS != BD_CPU_FOLD_WORDS - 1 && word + 1 != signs->words) continue;
+        total = _mm256_add_ps(total, part);
+        part = _mm256_setzero_ps();
     }
-    fold(&sum);
     if (k < dot->k) {
         const __m256 xs = _mm256_maskload_ps(x + k, first_lanes(dot->k - k));
         UNROLL for (uint32_t a = 0; a < 8; a++) acc[a] =
             _mm256_fmadd_ps(xs, load_last(w[a], k, dot->k - k, BD_DTYPE_BF16), acc[a]);
     }
     UNROLL for (uint32_t a = 0; a < 8; a++) dot->y[0][i + a] = lane_sum(acc[a]);
-    add_scaled(signs, group, 0, sum.total);
+    add_scaled(signs, group, 0, total);
 }
 
 AVX2 static void avx2_dot_signs(const bd_cpu_dot *dot, const bd_cpu_signs *signs) {

@@ -13,12 +13,10 @@
 #define INLINE AVX512 __attribute__((always_inline)) static inline
 #ifdef __clang__
 #define UNROLL _Pragma("clang loop unroll(full)")
+#define ROLL   _Pragma("clang loop unroll(disable)")
 #else
 #define UNROLL _Pragma("GCC unroll 32")
-#endif
-
-#ifndef AHEAD_BYTES
-#define AHEAD_BYTES 512u
+#define ROLL   _Pragma("GCC unroll 1")
 #endif
 
 /* The lowest `count` of sixteen lanes; count may be more. */
@@ -95,12 +93,12 @@ INLINE void dot_block(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, uint32_
 }
 
 /* Weights pass through the cache once: all rows visit a few outputs before the next few are read,
- * which the first rows ask for. */
+ * which the first rows ask for. A row alone waits for memory anyway, and asking only costs it. */
 INLINE void dot_rows(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, const uint32_t NW) {
     uint32_t r = 0;
     for (; r + 4 <= dot->rows; r += 4)
         dot_block(dot, dtype, i, r, r == 0 ? NW * dot->stride_bytes : 0, NW, 4);
-    const uint64_t ahead_bytes = r == 0 ? NW * dot->stride_bytes : 0;
+    const uint64_t ahead_bytes = r == 0 && dot->rows > 1 ? NW * dot->stride_bytes : 0;
     if (dot->rows - r == 3) dot_block(dot, dtype, i, r, ahead_bytes, NW, 3);
     if (dot->rows - r == 2) dot_block(dot, dtype, i, r, ahead_bytes, NW, 2);
     if (dot->rows - r == 1) dot_block(dot, dtype, i, r, ahead_bytes, NW, 1);
@@ -193,7 +191,8 @@ INLINE void sign_block(const bd_cpu_signs *signs, uint32_t group, uint32_t r, bo
             __m512i bits[4];
             UNROLL for (uint32_t g = 0; g < G; g++) bits[g] =
                 load_bits(signs, group + 2 * g, w, G > 1 || two);
-            UNROLL for (uint32_t t = 0; t < BD_CPU_QUADS; t++, at += 16) {
+            /* Unrolled, gcc would permute everything before it adds, and spill. */
+            ROLL for (uint32_t t = 0; t < BD_CPU_QUADS; t++, at += 16) {
                 UNROLL for (uint32_t b = 0; b < R; b++) {
                     const __m512 sixteen = _mm512_loadu_ps(signs->table[r + b] + at);
                     UNROLL for (uint32_t g = 0; g < G; g++) add_quad(&sums[g][b], sixteen, bits[g]);
@@ -244,7 +243,6 @@ INLINE void fused_block(const bd_cpu_dot *dot, const bd_cpu_signs *signs, uint32
     uint32_t k = 0;
     for (uint32_t word = 0; word < signs->words; word++) {
         const uint32_t end = dot->k - k < 32 ? dot->k / 16 * 16 : k + 32;
-        UNROLL for (uint32_t a = 0; a < 16; a++) prefetch(w[a], AHEAD_BYTES, k);
         for (; k < end; k += 16) {
             const __m512 xs = _mm512_loadu_ps(x + k);
             UNROLL for (uint32_t a = 0; a < 16; a++) acc[a] =

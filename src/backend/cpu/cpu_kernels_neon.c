@@ -10,8 +10,10 @@
 #define INLINE __attribute__((always_inline)) static inline
 #ifdef __clang__
 #define UNROLL _Pragma("clang loop unroll(full)")
+#define ROLL   _Pragma("clang loop unroll(disable)")
 #else
 #define UNROLL _Pragma("GCC unroll 16")
+#define ROLL   _Pragma("GCC unroll 1")
 #endif
 
 typedef float32x4x2_t eight;
@@ -198,7 +200,7 @@ INLINE void sign_block(const bd_cpu_signs *signs, uint32_t group, uint32_t r, co
         const uint8_t *words = signs->plane + bd_cpu_plane_offset(signs->words, 8 * group, w);
         uint32x4_t low = vreinterpretq_u32_u8(vld1q_u8(words)),
                    high = vreinterpretq_u32_u8(vld1q_u8(words + 16));
-        UNROLL for (uint32_t t = 0; t < BD_CPU_TRIPLES; t++, at += 8) {
+        ROLL for (uint32_t t = 0; t < BD_CPU_TRIPLES; t++, at += 8) {
             const uint8x16_t low_bytes = table_bytes(low), high_bytes = table_bytes(high);
             UNROLL for (uint32_t b = 0; b < R; b++) {
                 const float *from = signs->table[r + b] + at;
