@@ -279,6 +279,12 @@ static void test_bad_options(void **state) {
     }
     bd_model_config config = f.config;
     bd_backend_options bad = good;
+    bad.cpu_kernels = "plain";
+    assert_int_equal(try_open(&bad, &err), BD_OK);
+    bad.cpu_kernels = "mmx";
+    assert_int_equal(try_open(&bad, &err), BD_E_UNSUPPORTED);
+    assert_string_equal(err.subject, "cpu_kernels");
+    bad.cpu_kernels = NULL;
     bad.config = &config;
     config.hidden = 0;
     assert_int_equal(try_open(&bad, &err), BD_E_UNSUPPORTED);

@@ -83,7 +83,9 @@ bd_status bd_cpu_supports(const bd_backend_options *options, bd_error *err) {
         return bd_fail(err, BD_E_UNSUPPORTED, "delta_bytes", "%llu is not a multiple of %u",
                        (unsigned long long)options->delta_bytes, PAGE_BYTES);
     }
-    return check_config(options->config, err);
+    const bd_cpu_kernels *kernels;
+    const bd_status status = bd_cpu_kernels_pick(options->cpu_kernels, &kernels, err);
+    return status != BD_OK ? status : check_config(options->config, err);
 }
 
 static uint32_t worker_count(const bd_backend_options *options) {
@@ -277,7 +279,8 @@ static bd_status bd_cpu_open(const bd_backend_options *options, bd_backend **out
     cpu->head_stride = (c->head_dim + 7u) / 8u * 8u;
     cpu->sampled_step = UINT64_MAX;
     uint64_t sizes[BD_CPU_BUFFER_COUNT];
-    if ((status = bd_cpu_kernels_pick(NULL, &cpu->kernels, err)) != BD_OK) goto fail;
+    if ((status = bd_cpu_kernels_pick(options->cpu_kernels, &cpu->kernels, err)) != BD_OK)
+        goto fail;
     if ((status = bd_pool_create(&cpu->pool, options->thread_count, "bd-cpu", err)) != BD_OK)
         goto fail;
     cpu->workers = bd_pool_width(cpu->pool);
