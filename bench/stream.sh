@@ -3,7 +3,7 @@
 # vocabulary, so that the embedding and one layer, which every start has to wait for, are as small a part of a delta as they
 # are in models of real size. Needs a build with BD_BENCH=ON.
 #
-#   bench/stream.sh BITDELTA BENCH_STREAM          prints what bench/results/stream.txt holds
+#   bench/stream.sh BITDELTA BENCH_STREAM [cold|hot]      prints what bench/results/stream.txt holds
 set -euo pipefail
 bitdelta=$(realpath "$1") bench=$(realpath "$2")
 work=$(mktemp -d)
@@ -58,5 +58,5 @@ for key, shape in shapes.items():
 write(sys.argv[1] + "/base", base)
 write(sys.argv[1] + "/tuned", tuned)
 PYTHON
-"$bitdelta" compress --base "$work/base" --finetuned "$work/tuned" --out "$work/delta" >/dev/null
-"$bench" "$work/base" "$work/delta"
+"$bitdelta" compress --base "$work/base" --finetuned "$work/tuned" --out "$work/delta" >/dev/null 2>&1
+"$bench" "$work/base" "$work/delta" ${3:-}

@@ -49,6 +49,18 @@ static inline void cache_fake_delta_close(bd_delta *delta) {
     if (delta->bits) cache_fake_deltas--;
 }
 
+/* As the loader does for a load that may be read while it runs. */
+static inline void cache_fake_publish(cache_fake *fake, uint32_t index) {
+    bd_load *load = fake->loads[index];
+    BD_ASSERT(load->stream && !atomic_load(&load->early));
+    bd_load_early *early = calloc(1, sizeof *early);
+    BD_ASSERT(early != NULL);
+    early->overlay = calloc(1, sizeof *early->overlay);
+    BD_ASSERT(early->overlay != NULL);
+    cache_fake_overlays++;
+    atomic_store(&load->early, early);
+}
+
 /* Ends the load at `index`. A cancelled one may still end well: the race is the cache's to handle.
  */
 static inline void cache_fake_finish(cache_fake *fake, uint32_t index, bd_status status) {
@@ -59,10 +71,11 @@ static inline void cache_fake_finish(cache_fake *fake, uint32_t index, bd_status
     fake->load_count--;
     load->status = status;
     load->pages_used = load->page_count;
+    bd_load_early *early = atomic_load(&load->early);
     if (status == BD_OK) {
-        load->overlay = calloc(1, sizeof *load->overlay);
+        load->overlay = early ? early->overlay : calloc(1, sizeof *load->overlay);
         BD_ASSERT(load->overlay != NULL);
-        cache_fake_overlays++;
+        if (!early) cache_fake_overlays++;
         if (fake->unused_pages < load->page_count) load->pages_used -= fake->unused_pages;
     } else {
         bd_fail(&load->error, status, load->delta->variant, "planted load fault");
