@@ -12,7 +12,7 @@
 /* Two to an octave: 1, 2, 3, 4, 6, 8, 12, .. rows begin one. */
 static uint32_t size_of(uint32_t rows) {
     uint32_t octave = 0;
-    while (rows >> (octave + 1) != 0)
+    while (octave < 31 && rows >> (octave + 1) != 0)
         octave++;
     const bool upper = octave > 0 && (rows >> (octave - 1) & 1u) != 0;
     const uint32_t size = 2 * octave + (upper ? 1 : 0);
