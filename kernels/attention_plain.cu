@@ -1,13 +1,13 @@
 // attention_plain.cu - q/k norm, RoPE and the KV write; causal attention over paged KV for any head_dim <= 256.
 //
-//   KV of one layer: [block][key, value][kv_head][block_tokens][head_dim] bf16
+//   KV of one layer: [block][key, value][kv_head][block_tokens][head_dim], bf16 or fp16
 //   RoPE rotates pairs (i, i + rotary_dim / 2), as Hugging Face's rotate_half does; phases come from a float32 table.
-#include "common.cuh"
+#include "elements.cuh"
 
 namespace {
 
 // One warp per (row, head of q, k or v). Heads: [0, heads) q, then kv_heads of k, then kv_heads of v.
-__global__ void __launch_bounds__(128) rope_kv_kernel(const k_attention_args a) {
+template <typename T> __global__ void __launch_bounds__(128) rope_kv_kernel(const k_attention_args a) {
     const int lane = threadIdx.x % 32, all = a.heads + 2 * a.kv_heads;
     const long long item = (long long)blockIdx.x * 4 + threadIdx.x / 32;
     if (item >= (long long)a.rows * all) return;
@@ -21,7 +21,10 @@ __global__ void __launch_bounds__(128) rope_kv_kernel(const k_attention_args a) 
     else {
         const k_seq s = a.seqs[a.seq_of_row[m]];
         int at = s.kv_before + m - s.first_row, block = a.kv_blocks[s.first_block + at / a.block_tokens];
-        to = a.kv + ((((size_t)block * 2 + is_v) * a.kv_heads + head) * a.block_tokens + at % a.block_tokens) * a.head_dim;
+        const int place = at % a.block_tokens, row = m - s.first_row;
+        to = a.kv + ((((size_t)block * 2 + is_v) * a.kv_heads + head) * a.block_tokens + place) * a.head_dim;
+        if (row == s.row_count - 1 && row >= place) // the sequence's last token, in a page begun in this step: its tail
+            for (int i = a.head_dim + lane; i < (a.block_tokens - place) * a.head_dim; i += 32) to[i] = 0;
     }
     float factor = 1;
     const float *gamma = nullptr;
@@ -30,7 +33,7 @@ __global__ void __launch_bounds__(128) rope_kv_kernel(const k_attention_args a) 
         gamma = own ? own : is_q ? a.q_gamma : a.k_gamma;
         float square = 0;
         for (int i = lane; i < a.head_dim; i += 32) {
-            float v = load_either(from, at_in + i, a.in_bf16);
+            float v = load_any<T>(from, at_in + i, a.in_half);
             square += v * v;
         }
         factor = rsqrtf(warp_sum(square) / a.head_dim + a.eps);
@@ -39,14 +42,14 @@ __global__ void __launch_bounds__(128) rope_kv_kernel(const k_attention_args a) 
     const int half = a.rotary_dim / 2;
     const float *phase = a.rope + ((size_t)a.row_rope[m] * a.rope_positions + a.positions[m]) * a.rotary_dim;
     for (int i = lane; i < a.head_dim; i += 32) {
-        float v = load_either(from, at_in + i, a.in_bf16) * factor * (gamma ? one + gamma[i] : 1.f);
+        float v = load_any<T>(from, at_in + i, a.in_half) * factor * (gamma ? one + gamma[i] : 1.f);
         if (!is_v && i < a.rotary_dim) {
             int j = i < half ? i + half : i - half;
-            float other = load_either(from, at_in + j, a.in_bf16) * factor * (gamma ? one + gamma[j] : 1.f);
+            float other = load_any<T>(from, at_in + j, a.in_half) * factor * (gamma ? one + gamma[j] : 1.f);
             float cosine = phase[2 * (i % half)], sine = phase[2 * (i % half) + 1];
             v = i < half ? v * cosine - other * sine : v * cosine + other * sine;
         }
-        to[i] = float_bf16(v);
+        to[i] = T::store(v);
     }
 }
 
@@ -55,7 +58,7 @@ constexpr int WARPS = 8;
 // One block per (row, query head). The warps take tiles of 32 keys in turn: each lane scores one key, then the lanes share out the
 // head's dimensions for the weighted sum. Partial (max, sum, out) of the warps are merged in warp order: a fixed order whatever
 // else is in the batch.
-template <int PER_LANE> __global__ void __launch_bounds__(WARPS * 32, 2) attention_kernel(const k_attention_args a) {
+template <typename T, int PER_LANE> __global__ void __launch_bounds__(WARPS * 32, 2) attention_kernel(const k_attention_args a) {
     __shared__ float q[256], part_out[WARPS][256], part_max[WARPS], part_sum[WARPS];
     const int m = blockIdx.x, head = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32, d = a.head_dim;
     const k_seq s = a.seqs[a.seq_of_row[m]];
@@ -63,7 +66,7 @@ template <int PER_LANE> __global__ void __launch_bounds__(WARPS * 32, 2) attenti
     const int window = a.use_window ? a.row_window[m] : 0, first = window && last + 1 > window ? last + 1 - window : 0;
     const int kv_head = head / (a.heads / a.kv_heads);
     const int32_t *blocks = a.kv_blocks + s.first_block;
-    for (int i = threadIdx.x; i < d; i += WARPS * 32) q[i] = bf16_float(a.q[((size_t)m * a.heads + head) * d + i]) * a.scale;
+    for (int i = threadIdx.x; i < d; i += WARPS * 32) q[i] = T::load(a.q[((size_t)m * a.heads + head) * d + i]) * a.scale;
     __syncthreads();
     float top = -INFINITY, sum = 0, out[PER_LANE] = {};
     for (int t0 = first / 32 * 32 + 32 * warp; t0 <= last; t0 += 32 * WARPS) {
@@ -74,7 +77,7 @@ template <int PER_LANE> __global__ void __launch_bounds__(WARPS * 32, 2) attenti
             float dot = 0;
             for (int i = 0; i < d; i += 2) {
                 uint32_t pair = *(const uint32_t *)(key + i);
-                dot += q[i] * bf16_float((uint16_t)pair) + q[i + 1] * bf16_float((uint16_t)(pair >> 16));
+                dot += q[i] * T::load((uint16_t)pair) + q[i + 1] * T::load((uint16_t)(pair >> 16));
             }
             score = a.softcap > 0 ? a.softcap * tanhf(dot / a.softcap) : dot;
         }
@@ -92,7 +95,7 @@ template <int PER_LANE> __global__ void __launch_bounds__(WARPS * 32, 2) attenti
             const uint16_t *value = a.kv + ((((size_t)blocks[at / a.block_tokens] * 2 + 1) * a.kv_heads + kv_head) * a.block_tokens + at % a.block_tokens) * d;
 #pragma unroll
             for (int j = 0; j < PER_LANE; j++)
-                if (lane + 32 * j < d) out[j] += weight * bf16_float(value[lane + 32 * j]);
+                if (lane + 32 * j < d) out[j] += weight * T::load(value[lane + 32 * j]);
         }
     }
 #pragma unroll
@@ -105,25 +108,32 @@ template <int PER_LANE> __global__ void __launch_bounds__(WARPS * 32, 2) attenti
     for (int i = threadIdx.x; i < d; i += WARPS * 32) {
         float v = 0;
         for (int w = 0; w < WARPS; w++) v += part_out[w][i] * __expf(part_max[w] - all_top);
-        a.out[((size_t)m * a.heads + head) * d + i] = float_bf16(v / all_sum);
+        a.out[((size_t)m * a.heads + head) * d + i] = T::store(v / all_sum);
     }
+}
+
+template <typename T> void launch(const k_attention_args *a, cudaStream_t stream) {
+    const dim3 grid((unsigned)a->rows, (unsigned)a->heads);
+    if (a->head_dim <= 64) attention_kernel<T, 2><<<grid, WARPS * 32, 0, stream>>>(*a);
+    else if (a->head_dim <= 128) attention_kernel<T, 4><<<grid, WARPS * 32, 0, stream>>>(*a);
+    else attention_kernel<T, 8><<<grid, WARPS * 32, 0, stream>>>(*a);
 }
 
 } // namespace
 
-extern "C" cudaError_t k_rope_kv_write_bf16(const k_attention_args *a, cudaStream_t stream) {
+extern "C" cudaError_t k_rope_kv_write(const k_attention_args *a, cudaStream_t stream) {
     if (!a->rows) return cudaSuccess;
-    long long items = (long long)a->rows * (a->heads + 2 * a->kv_heads);
-    rope_kv_kernel<<<(unsigned)((items + 3) / 4), 128, 0, stream>>>(*a);
+    const long long items = (long long)a->rows * (a->heads + 2 * a->kv_heads);
+    const unsigned blocks = (unsigned)((items + 3) / 4);
+    if (a->fp16) rope_kv_kernel<fp16_type><<<blocks, 128, 0, stream>>>(*a);
+    else rope_kv_kernel<bf16_type><<<blocks, 128, 0, stream>>>(*a);
     return cudaGetLastError();
 }
 
-extern "C" cudaError_t k_attention_plain_bf16(const k_attention_args *a, cudaStream_t stream) {
+extern "C" cudaError_t k_attention_plain(const k_attention_args *a, cudaStream_t stream) {
     if (a->head_dim > 256 || a->head_dim % 2 || a->heads % a->kv_heads) return cudaErrorInvalidValue;
     if (!a->rows) return cudaSuccess;
-    dim3 grid((unsigned)a->rows, (unsigned)a->heads);
-    if (a->head_dim <= 64) attention_kernel<2><<<grid, WARPS * 32, 0, stream>>>(*a);
-    else if (a->head_dim <= 128) attention_kernel<4><<<grid, WARPS * 32, 0, stream>>>(*a);
-    else attention_kernel<8><<<grid, WARPS * 32, 0, stream>>>(*a);
+    if (a->fp16) launch<fp16_type>(a, stream);
+    else launch<bf16_type>(a, stream);
     return cudaGetLastError();
 }

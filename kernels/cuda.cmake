@@ -24,7 +24,7 @@ function(bd_add_cuda)
     set(CMAKE_CUDA_FLAGS_RELWITHDEBINFO "-O3 -lineinfo")
     find_package(CUDAToolkit REQUIRED)
     file(GLOB kernel_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/kernels/*.cu)
-    file(GLOB sm90_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/kernels/bitdelta_*.cu)
+    file(GLOB sm90_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/kernels/bitdelta_*.cu ${CMAKE_SOURCE_DIR}/kernels/*_sm90.cu)
     list(REMOVE_ITEM kernel_sources ${sm90_sources})
     add_library(bd_kernels_sm90 OBJECT ${sm90_sources}) # wgmma and setmaxnreg exist on sm_90a alone
     set_target_properties(bd_kernels_sm90 PROPERTIES CUDA_ARCHITECTURES 90a-real)

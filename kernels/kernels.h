@@ -1,7 +1,7 @@
 /* kernels.h - C launchers of the CUDA kernels and the device-side structures they share with the host glue.
  * Every launcher is asynchronous on the given stream, allocates nothing, and returns the launch's own error.
  * Pointers inside the structures are device pointers unless they say host. Rows are tokens of the step, sorted by variant;
- * rows of one variant form a segment. Shapes are [slow, ..., fast]. */
+ * rows of one variant form a segment. Shapes are [slow, ..., fast]. 16-bit elements are fp16 where the arguments say fp16, else bf16. */
 #ifndef BITDELTA_KERNELS_KERNELS_H
 #define BITDELTA_KERNELS_KERNELS_H
 
@@ -9,6 +9,12 @@
 #include <cuda_runtime_api.h>
 #include <stdbool.h>
 #include <stdint.h>
+
+#ifdef __CUDACC__
+#define K_BOTH_SIDES __host__ __device__
+#else
+#define K_BOTH_SIDES
+#endif
 
 #ifdef __cplusplus
 extern "C" {
@@ -37,8 +43,8 @@ typedef struct k_tile { /* at most K_TILE_TOKENS rows and the segments that touc
 
 /* y[m][n] = sum_k x[m][k] (W[n][k] + sum_p scale_p[n] S_p[n][k]) + bias[n] */
 typedef struct k_linear_args {
-    const uint16_t *x;      /* [rows, k] bf16 */
-    const uint16_t *w;      /* [n, k] bf16, row-major */
+    const uint16_t *x;      /* [rows, k] */
+    const uint16_t *w;      /* [n, k], row-major */
     float *y;               /* [rows, y_stride] float32; column 0 is n = 0 of this call */
     const float *bias;      /* base's [n], may be NULL */
     const k_overlay_linear *overlays; /* [overlay_count] of this linear (of this block of rows) */
@@ -46,51 +52,79 @@ typedef struct k_linear_args {
     const k_segment *segments;
     const int32_t *row_overlay; /* [rows] */
     int32_t tile_count, tile_rows_max, n, k, y_stride, planes_max;
+    bool fp16;
 } k_linear_args;
-cudaError_t k_linear_plain_bf16(const k_linear_args *args, cudaStream_t stream);
+cudaError_t k_linear_plain(const k_linear_args *args, cudaStream_t stream);
 
 /* ---- sm_90a: W_eff rebuilt in registers (bitdelta_gemm.cu) and exact decode (bitdelta_decode.cu) ---- */
 
-typedef struct k_gemm_tile { /* tokens [m0, m1) of one variant (a column of the overlay table, -1: base), m1 - m0 <= tok */
+typedef struct k_gemm_tile { /* tokens [m0, m1) of one variant (a column of the overlay table, -1: base) */
     int32_t m0, m1, variant, pad;
 } k_gemm_tile;
 
+/* Tiles of W rows x tokens: one piece of up to 256, 128 or 64 tokens of a variant, or four of up to 64. */
+typedef enum k_gemm_shape { K_GEMM_256, K_GEMM_128, K_GEMM_64, K_GEMM_4X64, K_GEMM_SHAPES } k_gemm_shape;
+static inline int k_gemm_piece(k_gemm_shape shape) { /* most tokens of a k_gemm_tile */
+    return shape == K_GEMM_256 ? 256 : shape == K_GEMM_128 ? 128 : 64;
+}
+static inline int k_gemm_pieces(k_gemm_shape shape) { /* k_gemm_tiles of one tile; the last may be padded by empty ones */
+    return shape == K_GEMM_4X64 ? 4 : 1;
+}
+static inline int k_gemm_box(k_gemm_shape shape) { /* rows of a box of x */
+    return shape == K_GEMM_256 ? 128 : shape == K_GEMM_64 ? 32 : 64;
+}
+
 typedef struct k_gemm_args {
-    CUtensorMap w, x, y; /* W [n, k] box 128 x 64; x [rows, k] box (tok / 2) x 64; Y [rows, n] box 32 x 64; 128-byte swizzle */
+    CUtensorMap w, x, y; /* W [n, k] box 128 x 64; x [rows, k] box k_gemm_box(shape) x 64; Y [rows, n] box 32 x 64; 128-byte swizzle */
     const void *w_data;
-    void *y_data;        /* [rows, n] bf16 */
+    void *y_data;        /* [rows, n] */
     const float *bias;   /* base's [n], may be NULL */
     const k_overlay_linear *overlays;
-    const k_gemm_tile *tiles;
+    const k_gemm_tile *tiles; /* [tile_count][k_gemm_pieces(shape)] */
+    float *workspace;    /* k_gemm_workspace_bytes() */
+    unsigned *flags;     /* [sm_count] zero before the first call, left zero */
+    unsigned *ticket;    /* as k_decode_args' */
     int32_t tile_count, n, k;
+    bool fp16;
     int32_t group;       /* W-tile pairs per scheduling group */
     int32_t sm_count;
     int32_t pdl;         /* programmatic dependent launch: only x may come from the kernel just before in the stream */
-    int32_t first, count; /* range of the walk over pair-tiles; count 0: all */
+    int32_t whole;       /* set by the launcher */
 } k_gemm_args;
-/* (tok, split) in {(256, 1), (256, 2), (256, 4), (128, 1), (128, 2), (64, 1), (64, 2)}; k % 128 == 0 (split: k % (256 split)), n % 8 == 0 */
-cudaError_t k_gemm_bf16(const k_gemm_args *args, int tok, int split, bool delta, cudaStream_t stream);
-cudaError_t k_gemm_waves_bf16(const k_gemm_args *args, bool delta, cudaStream_t stream);
+/* k % 128 == 0, n % 8 == 0. delta: whether any tile has a variant; K_GEMM_4X64 is for such steps only. */
+cudaError_t k_gemm(const k_gemm_args *args, k_gemm_shape shape, bool delta, cudaStream_t stream);
+uint64_t k_gemm_workspace_bytes(int sm_count);
+/* Estimated cost of a launch in microseconds of an H200, to be compared between kernels and tile sizes of one matrix. */
+double k_gemm_cost(int n, int k, k_gemm_shape shape, int tile_count, int sm_count);
+
+#define K_DECODE_ROWS 64 /* most rows of one launch */
 
 typedef struct k_decode_args {
-    CUtensorMap w, x;      /* W [n, k] box 128 x 64; x [rows, k] box max(8, nb) x 64; 128-byte swizzle */
+    CUtensorMap w, x;      /* W [n, k] box 128 x 64; x, used from 17 rows on: box k_decode_tokens(rows) x 64; 128-byte swizzle */
     const void *w_data;
-    const uint8_t *planes; /* [k / 256][nb][512], scale [nb], sum [nb]: by k_planes_bf16; unused without variants */
-    const float *scale;
-    const int32_t *sum;
+    const void *x_data;    /* [rows, k]; used up to 16 rows */
+    int32_t first_row;     /* row of x's map where x_data starts */
+    const uint8_t *planes; /* by k_planes; used from 17 rows on */
     const k_overlay_linear *overlays;
     const int32_t *columns; /* [variants] column of the overlay table of each slot */
-    const int32_t *slot;    /* [rows] slot of each row, -1: base */
+    const int32_t *slot;    /* [rows] slot of each row, -1: base; apart from the -1s they start at 0 and rise by at most 1 a row */
     const float *bias;      /* base's [n], may be NULL */
-    void *y;                /* [rows, n] bf16 */
+    void *y;                /* [rows, n] */
     unsigned long long *workspace; /* k_decode_workspace_bytes(), zero before the first call, left zero */
     unsigned *ticket;       /* zero before the first call, left zero; not shared by launches that may overlap */
-    int32_t rows, n, k, variants, sm_count, pdl;
-    int32_t stages, frames, burst; /* set by the launcher */
+    int32_t rows, n, k, variants, sm_count;
+    bool fp16;
+    int32_t pdl;            /* programmatic dependent launch: only x and the planes may come from the kernel just before in the stream */
+    int32_t stages, pieces, chunks, burst; /* set by the launcher */
 } k_decode_args;
-cudaError_t k_planes_bf16(uint8_t *planes, float *scale, int32_t *sum, const uint16_t *x, int rows, int k, int nb, cudaStream_t stream);
 uint64_t k_decode_workspace_bytes(int sm_count);
-cudaError_t k_decode_bf16(const k_decode_args *args, int nb, cudaStream_t stream);
+int k_decode_tokens(int rows); /* columns of the product: 8, 16, 32 or 64 */
+cudaError_t k_decode(const k_decode_args *args, cudaStream_t stream);
+/* As k_gemm_cost, comparable with it; the planes are counted. */
+double k_decode_cost(int n, int k, int rows, int slots, int sm_count);
+/* The bit planes of x, [rows, k], for k_decode from 17 rows on: k_planes_bytes() bytes. */
+uint64_t k_planes_bytes(int rows, int k);
+cudaError_t k_planes(uint8_t *planes, const void *x, int rows, int k, bool fp16, bool pdl, cudaStream_t stream);
 
 /* Sign chunks: [ceil(n / 128)][ceil(k / 256)] of 4096 bytes, see repack.cu. */
 uint64_t k_sign_bytes(uint32_t n, uint32_t k);
@@ -106,54 +140,61 @@ cudaError_t k_repack(uint8_t *dst, const uint8_t *src, uint32_t k, uint32_t firs
 
 typedef struct k_embed_args {
     float *residual;        /* [rows, hidden] */
-    const uint16_t *embed;  /* [vocab, hidden] bf16 */
+    const uint16_t *embed;  /* [vocab, hidden] */
     const int32_t *tokens, *row_overlay; /* [rows] */
     const k_overlay_linear *overlays;    /* [blocks][overlay_count] */
     int32_t rows, hidden, block_rows, overlay_count;
     float scale;
+    bool fp16;
 } k_embed_args;
-cudaError_t k_embed_bf16(const k_embed_args *args, cudaStream_t stream);
+cudaError_t k_embed(const k_embed_args *args, cudaStream_t stream);
 
 typedef struct k_norm_args {
     float *residual;         /* [rows, width], updated in place when add */
-    const void *proj;        /* [rows, width] float32, or bf16 when proj_bf16; read when add */
-    uint16_t *normed;        /* [rows, width] bf16 */
+    const void *proj;        /* [rows, width] float32, or 16-bit when proj_half; read when add */
+    uint16_t *normed;        /* [rows, width] */
     const float *gamma, *post_gamma;  /* the base's [width]; post NULL: no post norm */
     const float *const *gammas;       /* [overlay_count], NULL entries: the base's */
     const float *const *post_gammas;
     const int32_t *row_overlay;
     int32_t rows, width;
-    bool add, plus_one, proj_bf16;
+    bool add, plus_one, proj_half, fp16;
+    bool overlap; /* sm_90: the kernel before may still run at the launch (programmatic dependent launch) */
     float eps;
-    /* For the decode kernel that follows: the rows' bit planes as k_planes_bf16 makes them, or NULL. */
-    uint8_t *planes;
-    float *plane_scale;
-    int32_t *plane_sum;
-    int32_t planes_nb;
 } k_norm_args;
-cudaError_t k_norm_residual_bf16(const k_norm_args *args, cudaStream_t stream);
+cudaError_t k_norm_residual(const k_norm_args *args, cudaStream_t stream);
 
 /* act[m][i] = f(gate[m][i]) * up[m][i]; gelu: tanh form, else SiLU */
 typedef struct k_gate_args {
-    uint16_t *act;          /* [rows, width] bf16 */
-    const void *gate, *up;  /* rows in_stride elements apart: float32, or bf16 when in_bf16 */
+    uint16_t *act;          /* [rows, width] */
+    const void *gate, *up;  /* rows in_stride elements apart: float32, or 16-bit when in_half */
     int32_t rows, width, in_stride;
-    bool in_bf16, gelu;
+    bool in_half, gelu, fp16;
+    bool overlap;           /* as k_norm_args' */
 } k_gate_args;
-cudaError_t k_gate_bf16(const k_gate_args *args, cudaStream_t stream);
+cudaError_t k_gate(const k_gate_args *args, cudaStream_t stream);
 
-/* Paged KV of one layer: [block][key, value][kv_head][block_tokens][head_dim] bf16 */
+/* Paged KV of one layer: [block][key, value][kv_head][block_tokens][head_dim], bf16 or fp16 */
 typedef struct k_seq {
     int32_t first_row, row_count, kv_before, first_block; /* first_block: index into kv_blocks */
 } k_seq;
 
+typedef struct k_attention_tile { /* K_ATTENTION_ROWS rows of a sequence, from its first_row-th of this step */
+    int32_t seq, first_row;
+} k_attention_tile;
+#define K_ATTENTION_ROWS 128
+typedef struct k_attention_row { /* the one row of a sequence, and the keys it sees: [first_key, tokens) */
+    int32_t row, tokens, first_key, first_block; /* tokens 0: no row */
+} k_attention_row;
+#define K_ATTENTION_SPLITS 16 /* at most so many parts of a sequence's keys are worked on side by side */
+
 typedef struct k_attention_args {
-    /* [rows, heads * head_dim] and [rows, kv_heads * head_dim], rows q_stride and kv_stride elements apart: float32, or bf16 when
-     * in_bf16 */
+    /* [rows, heads * head_dim] and [rows, kv_heads * head_dim], rows q_stride and kv_stride elements apart: float32, or the 16-bit
+     * element type when in_half */
     const void *q_in, *k_in, *v_in;
-    uint16_t *q;                      /* [rows, heads * head_dim] bf16, after norm and rope */
+    uint16_t *q;                      /* [rows, heads * head_dim], after norm and rope */
     uint16_t *kv;                     /* this layer's cache */
-    uint16_t *out;                    /* [rows, heads * head_dim] bf16 */
+    uint16_t *out;                    /* [rows, heads * head_dim] */
     const float *rope;                /* [tables][positions][rotary_dim / 2][cos, sin] */
     const int32_t *row_rope;          /* [rows] table of the row's segment */
     const int32_t *row_window;        /* [rows] 0: full */
@@ -163,15 +204,45 @@ typedef struct k_attention_args {
     const float *q_gamma, *k_gamma;   /* the base's [head_dim], NULL: no q/k norm */
     const float *const *q_gammas, *const *k_gammas; /* [overlay_count] */
     const int32_t *row_overlay;
+    const k_attention_tile *tiles;    /* k_attention_prefill: its work */
+    const k_attention_row *decode_rows; /* k_attention_decode: its work */
+    float *partials;                  /* [decode_count][heads][K_ATTENTION_SPLITS][head_dim + 2] */
+    unsigned *counters;               /* [decode_count][heads], zero before the first call, left zero */
+    int32_t tile_count, decode_count, split_count; /* split_count: k_attention_splits of the longest of decode_rows, or more */
     int32_t rows, heads, kv_heads, head_dim, rotary_dim, block_tokens, rope_positions;
     int32_t q_stride, kv_stride;
-    bool use_window, norm_plus_one, in_bf16;
+    bool use_window, norm_plus_one, in_half;
+    bool fp16;    /* the element type of all 16-bit arrays here; else bf16 */
+    bool overlap; /* sm_90: decode may start while k_rope_kv_write, launched just before, still runs */
     float scale, softcap, eps;
 } k_attention_args;
-cudaError_t k_rope_kv_write_bf16(const k_attention_args *args, cudaStream_t stream);
-cudaError_t k_attention_plain_bf16(const k_attention_args *args, cudaStream_t stream);
+/* Also zeroes what follows a sequence's last token in a page whose first token is of this step: the tail of a page is finite. */
+cudaError_t k_rope_kv_write(const k_attention_args *args, cudaStream_t stream);
+/* Any even head_dim up to 256, all rows. */
+cudaError_t k_attention_plain(const k_attention_args *args, cudaStream_t stream);
+/* sm_90a, head_dim 64, 80, 96, 128, 256, block_tokens 8 or more: the rows that `tiles` name. Maps with 128-byte swizzle: q as
+ * [rows, heads * head_dim] in boxes of 128 x 64, the layer's cache as [blocks * 2 * kv_heads * block_tokens, head_dim] in boxes
+ * of k_attention_box(head_dim, block_tokens) x 64. */
+cudaError_t k_attention_prefill(const k_attention_args *args, const CUtensorMap *q, const CUtensorMap *kv, cudaStream_t stream);
+static inline uint32_t k_attention_box(int32_t head_dim, int32_t block_tokens) {
+    const int32_t keys = head_dim <= 128 ? 128 : 64;
+    return (uint32_t)(block_tokens < keys ? block_tokens : keys);
+}
+/* head_dim 64, 80, 96, 128, 256: the rows of decode_rows. */
+cudaError_t k_attention_decode(const k_attention_args *args, cudaStream_t stream);
+bool k_attention_fast(int32_t head_dim);
+/* Keys that one part of a sequence of `tokens` keys takes, and how many parts that makes: a function of the length alone, so
+ * that a sequence's result does not depend on its batch. */
+K_BOTH_SIDES static inline int32_t k_attention_part(int32_t tokens) {
+    const int32_t even = (tokens + K_ATTENTION_SPLITS - 1) / K_ATTENTION_SPLITS;
+    return even <= 512 ? 512 : (even + 63) / 64 * 64;
+}
+K_BOTH_SIDES static inline int32_t k_attention_splits(int32_t tokens) {
+    const int32_t part = k_attention_part(tokens);
+    return (tokens + part - 1) / part;
+}
 
-cudaError_t k_gather_rows_bf16(uint16_t *dst, const uint16_t *src, const int32_t *rows, int32_t count, int32_t width,
+cudaError_t k_gather_rows(uint16_t *dst, const uint16_t *src, const int32_t *rows, int32_t count, int32_t width,
                                cudaStream_t stream);
 
 typedef struct k_edit {

@@ -96,8 +96,7 @@ static void write_text(const planned *p, bd_strbuf *b) {
         bd_strbuf_puts(b, "available      unknown: no device answers; give --device-bytes\n");
     }
     if (p->found.count || p->found.unreadable)
-        bd_strbuf_printf(b,
-                         "deltas found: %u, %llu pages together, the largest %llu%s\n",
+        bd_strbuf_printf(b, "deltas found: %u, %llu pages together, the largest %llu%s\n",
                          p->found.count, (unsigned long long)p->found.pages,
                          (unsigned long long)p->found.pages_max,
                          p->found.unreadable ? "; some cannot be read" : "");
@@ -136,23 +135,25 @@ static bd_status make_plan(const bd_plan_request *r, planned *p, bd_error *err) 
     bd_status s = bd_model_config_read(r->base_dir, &p->config, err);
     if (s == BD_OK) s = read_deltas(p, r->deltas_dir, err);
     if (s != BD_OK) return s;
-    p->options = (bd_model_options){
-        .dir = r->base_dir,
-        .ops = p->ops,
-        .rank_count = 1,
-        .kernels = r->kernels,
-        .dtype = r->dtype,
-        .device_bytes = r->device_bytes,
-        .max_model_len = r->max_model_len,
-        .rows_max = r->rows_max,
-        .seqs_max = r->seqs_max,
-        .logits_rows_max = r->logits_rows_max,
-        .kv_block_tokens = KV_BLOCK_TOKENS,
-        .kv_tokens = r->kv_tokens,
-        .rope_tables_max =
-            p->found.count + 1 < ROPE_TABLES_MAX ? p->found.count + 1 : ROPE_TABLES_MAX,
-        .delta_slots = r->slots ? r->slots : p->found.count ? p->found.count : 1,
-        .extra_vocab_max = p->found.extra_rows};
+    p->options = (bd_model_options){.dir = r->base_dir,
+                                    .ops = p->ops,
+                                    .rank_count = 1,
+                                    .kernels = r->kernels,
+                                    .dtype = r->dtype,
+                                    .device_bytes = r->device_bytes,
+                                    .max_model_len = r->max_model_len,
+                                    .rows_max = r->rows_max,
+                                    .seqs_max = r->seqs_max,
+                                    .logits_rows_max = r->logits_rows_max,
+                                    .kv_block_tokens = KV_BLOCK_TOKENS,
+                                    .kv_tokens = r->kv_tokens,
+                                    .rope_tables_max = p->found.count + 1 < ROPE_TABLES_MAX
+                                                           ? p->found.count + 1
+                                                           : ROPE_TABLES_MAX,
+                                    .delta_slots = r->slots         ? r->slots
+                                                   : p->found.count ? p->found.count
+                                                                    : 1,
+                                    .extra_vocab_max = p->found.extra_rows};
     p->page_bytes = bd_overlay_page_bytes(&p->config, p->ops);
     p->slot_pages = bd_overlay_pages_per_variant(&p->config, p->ops, 1, true);
     do {

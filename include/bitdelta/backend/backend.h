@@ -16,9 +16,10 @@
 
 typedef struct bd_backend bd_backend; /* each backend embeds it as its first member */
 
-typedef enum bd_kernels { /* CUDA: which kernels are used */
-    BD_KERNELS_AUTO,      /* the fastest that take a matrix's shape on this device */
-    BD_KERNELS_PLAIN      /* those that take any shape on any device */
+typedef enum bd_kernels {                  /* CUDA: which kernels are used */
+                          BD_KERNELS_AUTO, /* the fastest that take a matrix's shape on this device
+                                            */
+                          BD_KERNELS_PLAIN /* those that take any shape on any device */
 } bd_kernels;
 
 typedef struct bd_backend_options {
@@ -28,10 +29,10 @@ typedef struct bd_backend_options {
     uint32_t thread_count;   /* CPU: worker pool width, 0 = all cores */
     const char *cpu_kernels; /* CPU: avx512, avx2, neon or plain; NULL or "auto": the best here */
     bd_kernels kernels;
-    bd_dtype dtype;        /* CUDA: F16 or (anything else) BF16 weights, activations and KV */
-    uint64_t device_bytes; /* CUDA: plan for so much memory, without asking a device; 0: ask */
+    bd_dtype dtype;            /* CUDA: F16 or (anything else) BF16 weights, activations and KV */
+    uint64_t device_bytes;     /* CUDA: plan for so much memory, without asking a device; 0: ask */
     uint32_t vocab_block_rows; /* block_rows of the overlays that will come; 0: not known yet */
-    uint32_t rows_max;       /* rows of a step */
+    uint32_t rows_max;         /* rows of a step */
     uint32_t seqs_max;
     uint32_t logits_rows_max;
     uint32_t kv_block_tokens; /* a power of two */
@@ -160,10 +161,10 @@ typedef struct bd_backend_ops {
     /* After step_wait: raw logits of row `index` of the step's logits rows, [bd_logits_width]
      * float32, -inf past the row's own vocabulary on the cpu (tools and tests). */
     bd_status (*logits_get)(bd_backend *backend, uint32_t index, float *out, bd_error *err);
-    /* Optional, once, after the weights: `forward` launches a whole step (step_begin .. sample); the
-     * backend calls it with steps of its own making and keeps what their operators launch, to replay
-     * it for later steps of the same shape. Without it every step is launched operator by operator,
-     * with the same results. */
+    /* Optional, once, after the weights: `forward` launches a whole step (step_begin .. sample);
+     * the backend calls it with steps of its own making and keeps what their operators launch, to
+     * replay it for later steps of the same shape. Without it every step is launched operator by
+     * operator, with the same results. */
     bd_status (*record)(bd_backend *backend, bd_backend_forward forward, void *ctx, bd_error *err);
 } bd_backend_ops;
 

@@ -16,6 +16,7 @@
 #define CUDA_SAMPLE_ROWS   64u        /* rows sampled at a time: bounds the scratch */
 #define CUDA_SM_MAX        256        /* more multiprocessors than this are left unused by decode */
 #define CUDA_STAGING_BYTES (8u << 20)
+#define CUDA_CONTEXT_BYTES (512u << 20) /* left to the CUDA context, code and recorded steps */
 
 typedef struct cuda_shape { /* element counts derived from the config, one rank */
     uint32_t hidden, layers, ffn, vocab, head_dim, heads, kv_heads, q_width, kv_width;
@@ -53,10 +54,10 @@ typedef struct cuda_step { /* device pointers of the current step, inside the up
 } cuda_step;
 
 typedef struct cuda_attention {
-    bool decode, prefill;  /* the kernels of attention_decode.cu, attention_sm90.cu */
-    bool overlap;          /* programmatic launches exist */
-    CUtensorMap q, *kv;    /* kv: [layers] */
-    float *partials;       /* workspace of the split-KV kernel */
+    bool decode, prefill; /* the kernels of attention_decode.cu, attention_sm90.cu */
+    bool overlap;         /* programmatic launches exist */
+    CUtensorMap q, *kv;   /* kv: [layers] */
+    float *partials;      /* workspace of the split-KV kernel */
     unsigned *counters;
 } cuda_attention;
 
@@ -67,7 +68,7 @@ typedef struct cuda_attention_step {
     int32_t decode_count, tile_count, split_count;
 } cuda_attention_step;
 
-#define CUDA_GRAPH_BUCKETS  7u  /* 1, 2, 4 .. 64 rows */
+#define CUDA_GRAPH_BUCKETS  7u /* 1, 2, 4 .. 64 rows */
 #define CUDA_GRAPH_ROWS_MAX 64u
 #define CUDA_GRAPH_VARIANTS 16u
 #define CUDA_GRAPH_EDITS    1024u
@@ -177,8 +178,8 @@ bd_status cuda_step_wait(bd_backend *backend, const bd_step *step, uint64_t dead
                          bd_token_result *results, bd_error *err);
 bd_status cuda_logits_get(bd_backend *backend, uint32_t index, float *out, bd_error *err);
 
-/* Tables of the step into the upload's host side; `fixed` reserves by the step's rows alone, so that
- * all steps of as many rows and variants have one layout. BD_E_LIMIT: they do not fit. */
+/* Tables of the step into the upload's host side; `fixed` reserves by the step's rows alone, so
+ * that all steps of as many rows and variants have one layout. BD_E_LIMIT: they do not fit. */
 bd_status cuda_tables_fill(bd_cuda *cuda, const bd_step *step, bool fixed, bd_error *err);
 /* Window of a row's variant, 0: none. */
 uint32_t cuda_row_window(const bd_cuda *cuda, const bd_step *step, uint32_t row);

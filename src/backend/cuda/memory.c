@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "bitdelta/base/half.h"
+#include "bitdelta/base/log.h"
 #include "cuda_internal.h"
 
 static size_t aligned(size_t bytes) {
@@ -97,11 +98,16 @@ static void workspace_carve(bd_cuda *cuda, const cuda_shape *shape, const bd_bac
     CARVE(fast.fused, rows * (fused > gated ? fused : gated) * 2);
     const size_t k_max = shape->ffn > shape->q_width ? shape->ffn : shape->q_width;
     CARVE(fast.planes,
-          (k_max > shape->hidden ? k_max : shape->hidden) / 8 * CUDA_DECODE_ROWS_MAX * 16 + 8192);
-    CARVE(fast.plane_scale, CUDA_DECODE_ROWS_MAX * 4);
-    CARVE(fast.plane_sum, CUDA_DECODE_ROWS_MAX * 4);
+          k_planes_bytes(K_DECODE_ROWS, (int)(k_max > shape->hidden ? k_max : shape->hidden)));
     CARVE(fast.workspace, k_decode_workspace_bytes(CUDA_SM_MAX));
+    CARVE(fast.partials, k_gemm_workspace_bytes(CUDA_SM_MAX));
+    CARVE(fast.flags, CUDA_SM_MAX * sizeof(unsigned));
     CARVE(fast.tickets, CUDA_TICKETS * sizeof(unsigned));
+    if (o->kernels != BD_KERNELS_PLAIN && k_attention_fast((int32_t)shape->head_dim)) {
+        const size_t heads = (size_t)o->seqs_max * shape->heads;
+        CARVE(attention.partials, heads * K_ATTENTION_SPLITS * (shape->head_dim + 2u) * 4);
+        CARVE(attention.counters, heads * sizeof(unsigned));
+    }
     for (int i = 0; i < 2; i++)
         CARVE(delta_staging.device[i], CUDA_STAGING_BYTES);
 #undef CARVE
@@ -127,8 +133,9 @@ static void carve_take(void *ctx, void **slot, size_t bytes) {
     *at += aligned(bytes);
 }
 
+/* One block more than the engine knows of: the padding of recorded steps writes there. */
 static size_t kv_layer_elements(const bd_backend_options *o, const cuda_shape *shape) {
-    return (size_t)o->kv_block_count * 2 * shape->kv_width * o->kv_block_tokens;
+    return ((size_t)o->kv_block_count + 1) * 2 * shape->kv_width * o->kv_block_tokens;
 }
 
 bd_status cuda_plan(const bd_backend_options *o, bd_memory_plan *plan, bd_error *err) {
@@ -143,10 +150,12 @@ bd_status cuda_plan(const bd_backend_options *o, bd_memory_plan *plan, bd_error 
     plan->deltas = o->delta_bytes;
     plan->total = plan->weights + plan->workspace + plan->logits + plan->kv + plan->deltas;
     size_t available = 0, all = 0;
+    plan->available =
+        o->device_bytes > CUDA_CONTEXT_BYTES ? o->device_bytes - CUDA_CONTEXT_BYTES : 0;
+    if (o->device_bytes) return BD_OK;
     if (cudaSetDevice((int)o->device_index) == cudaSuccess &&
         cudaMemGetInfo(&available, &all) == cudaSuccess)
-        plan->available =
-            available > (512u << 20) ? available - (512u << 20) : 0; /* the context's own needs */
+        plan->available = available > CUDA_CONTEXT_BYTES ? available - CUDA_CONTEXT_BYTES : 0;
     (void)cudaGetLastError();
     return BD_OK;
 }
@@ -200,6 +209,24 @@ static bd_status streams_open(bd_cuda *cuda, bd_error *err) {
     return cuda_staging_open(cuda, &cuda->delta_staging, err);
 }
 
+/* Once: which kernels each group of matrices gets, and attention. */
+static void log_kernels(bd_cuda *cuda) {
+    static const char *const names[2] = {"plain", "sm90"};
+    if (cuda->options.kernels == BD_KERNELS_PLAIN) {
+        cuda->fast.usable = false;
+        for (uint32_t g = 0; g < CUDA_GROUPS; g++)
+            cuda->fast.groups[g].fast = false;
+    }
+    const cuda_group *g = cuda->fast.groups;
+    const cuda_attention *a = &cuda->attention;
+    bd_log(
+        BD_LOG_INFO, "cuda",
+        "kernels qkv=%s o=%s gate_up=%s down=%s prefill_attention=%s decode_attention=%s dtype=%s",
+        names[g[BD_GROUP_QKV].fast], names[g[BD_GROUP_O].fast], names[g[BD_GROUP_GATE_UP].fast],
+        names[g[BD_GROUP_DOWN].fast], names[a->prefill], a->decode ? "split" : "plain",
+        cuda->fp16 ? "fp16" : "bf16");
+}
+
 bd_status cuda_open(const bd_backend_options *options, bd_backend **out, bd_error *err) {
     *out = NULL;
     bd_status s = cuda_supports(options, err);
@@ -210,6 +237,7 @@ bd_status cuda_open(const bd_backend_options *options, bd_backend **out, bd_erro
     cuda->options = *options;
     cuda->config = options->config;
     cuda->device = (int)options->device_index;
+    cuda->fp16 = options->dtype == BD_DTYPE_F16;
     cuda_shape_from(options->config, &cuda->shape);
     cuda->kv_layer_elements = kv_layer_elements(options, &cuda->shape);
     const uint32_t layers = cuda->shape.layers;
@@ -225,6 +253,8 @@ bd_status cuda_open(const bd_backend_options *options, bd_backend **out, bd_erro
     if ((s = arenas_open(cuda, err)) != BD_OK) goto fail;
     if ((s = streams_open(cuda, err)) != BD_OK) goto fail;
     cuda_fast_open(cuda);
+    cuda_attention_open(cuda);
+    log_kernels(cuda);
     *out = &cuda->base;
     return BD_OK;
 fail:
@@ -248,6 +278,8 @@ void cuda_close(bd_backend *backend) {
     cudaFree(cuda->kv);
     cudaFree(cuda->workspace);
     cudaFree(cuda->weights);
+    cuda_graphs_close(cuda);
+    cuda_attention_close(cuda);
     cuda_fast_close(cuda);
     free(cuda->norms);
     free(cuda->biases);
@@ -268,19 +300,25 @@ static void row_to_f32(bd_dtype dtype, const uint8_t *src, uint64_t cols, float 
     }
 }
 
-static void row_to_bf16(bd_dtype dtype, const uint8_t *src, uint64_t cols, uint16_t *dst) {
-    if (dtype == BD_DTYPE_BF16) {
+/* False: a value is out of fp16's range. */
+static bool row_to_half(const bd_cuda *cuda, bd_dtype dtype, const uint8_t *src, uint64_t cols,
+                        uint16_t *dst) {
+    if (dtype == (cuda->fp16 ? BD_DTYPE_F16 : BD_DTYPE_BF16)) {
         memcpy(dst, src, cols * 2);
-        return;
+        return true;
     }
+    bool fits = true;
     for (uint64_t i = 0; i < cols; i++) {
         float value;
         row_to_f32(dtype, src + i * bd_dtype_bytes(dtype), 1, &value);
-        dst[i] = bd_f32_to_bf16(value);
+        dst[i] = cuda->fp16 ? bd_f32_to_f16(value) : bd_f32_to_bf16(value);
+        if (cuda->fp16) fits &= (dst[i] & 0x7c00u) != 0x7c00u;
     }
+    return fits;
 }
 
-/* rows x cols to the device through the pinned halves, as bf16 (matrices) or float32 (vectors). */
+/* rows x cols to the device through the pinned halves, as 16-bit (matrices) or float32 (vectors).
+ */
 static bd_status upload(bd_cuda *cuda, void *dst, const bd_weight_view *view, bool matrix,
                         bd_error *err) {
     const size_t row_bytes = view->cols * (matrix ? 2u : 4u);
@@ -296,10 +334,13 @@ static bd_status upload(bd_cuda *cuda, void *dst, const bd_weight_view *view, bo
         uint8_t *host = cuda->base_staging.host[half];
         for (uint64_t i = 0; i < count; i++) {
             const uint8_t *src = (const uint8_t *)view->data + (row + i) * view->row_stride_bytes;
-            if (matrix)
-                row_to_bf16(view->dtype, src, view->cols,
-                            (uint16_t *)(void *)(host + i * row_bytes));
-            else
+            if (matrix && !row_to_half(cuda, view->dtype, src, view->cols,
+                                       (uint16_t *)(void *)(host + i * row_bytes)))
+                return bd_fail(err, BD_E_UNSUPPORTED, "dtype",
+                               "row %llu has a value that fp16 cannot hold (beyond 65504); use "
+                               "--dtype bf16",
+                               (unsigned long long)(row + i));
+            if (!matrix)
                 row_to_f32(view->dtype, src, view->cols, (float *)(void *)(host + i * row_bytes));
         }
         uint8_t *to = (uint8_t *)dst + row * row_bytes;

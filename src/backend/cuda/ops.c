@@ -5,12 +5,13 @@ static const k_overlay_linear *linear_table(const bd_cuda *cuda, uint32_t item) 
     return cuda->step.linears + (size_t)item * cuda->step.overlay_count;
 }
 
-static const float *const *norm_table(const bd_cuda *cuda, uint32_t layer, bd_norm kind) {
+const float *const *cuda_norm_table(const bd_cuda *cuda, uint32_t layer, bd_norm kind) {
     return cuda->step.norms + ((size_t)layer * BD_NORM_COUNT + kind) * cuda->step.overlay_count;
 }
 
 bd_status cuda_embed(bd_backend *backend, const bd_step *step, bd_error *err) {
     bd_cuda *cuda = cuda_of(backend);
+    if (cuda->replay) return BD_OK;
     const k_embed_args args = {.residual = cuda->residual,
                                .embed = cuda->embed,
                                .tokens = cuda->step.tokens,
@@ -20,35 +21,34 @@ bd_status cuda_embed(bd_backend *backend, const bd_step *step, bd_error *err) {
                                .hidden = (int32_t)cuda->shape.hidden,
                                .block_rows = (int32_t)cuda->step.block_rows,
                                .overlay_count = (int32_t)cuda->step.overlay_count,
-                               .scale = cuda->config->embed_scale};
-    return cuda_check(cuda, k_embed_bf16(&args, cuda->stream), "embedding", err);
+                               .scale = cuda->config->embed_scale,
+                               .fp16 = cuda->fp16};
+    return cuda_check(cuda, k_embed(&args, cuda->stream), "embedding", err);
 }
 
 bd_status cuda_norm_residual(bd_backend *backend, const bd_step *step, uint32_t layer, bd_norm kind,
                              bool add, uint32_t post_layer, bd_norm post, bd_error *err) {
     bd_cuda *cuda = cuda_of(backend);
+    if (cuda->replay) return BD_OK;
     const bool with_post = add && post != BD_NORM_COUNT;
-    const bool planes = cuda_fast_wants_planes(cuda, layer);
-    cuda->fast_step.planes_made = planes;
     const k_norm_args args = {.residual = cuda->residual,
                               .proj = cuda->proj,
-                              .proj_bf16 = cuda->proj_bf16,
+                              .proj_half = cuda->proj_half,
                               .normed = cuda->normed,
                               .gamma = cuda->norms[layer][kind],
                               .post_gamma = with_post ? cuda->norms[post_layer][post] : NULL,
-                              .gammas = norm_table(cuda, layer, kind),
-                              .post_gammas = with_post ? norm_table(cuda, post_layer, post) : NULL,
+                              .gammas = cuda_norm_table(cuda, layer, kind),
+                              .post_gammas =
+                                  with_post ? cuda_norm_table(cuda, post_layer, post) : NULL,
                               .row_overlay = cuda->step.row_overlay,
                               .rows = (int32_t)step->row_count,
                               .width = (int32_t)cuda->shape.hidden,
                               .add = add,
                               .plus_one = cuda->config->norm_plus_one,
                               .eps = cuda->config->norm_eps,
-                              .planes = planes ? cuda->fast.planes : NULL,
-                              .plane_scale = cuda->fast.plane_scale,
-                              .plane_sum = cuda->fast.plane_sum,
-                              .planes_nb = cuda_fast_planes_nb(step)};
-    return cuda_check(cuda, k_norm_residual_bf16(&args, cuda->stream), "norm", err);
+                              .fp16 = cuda->fp16,
+                              .overlap = cuda->fast.usable};
+    return cuda_check(cuda, k_norm_residual(&args, cuda->stream), "norm", err);
 }
 
 static bd_status linear_one(bd_cuda *cuda, uint32_t layer, bd_linear which, const uint16_t *x,
@@ -66,8 +66,9 @@ static bd_status linear_one(bd_cuda *cuda, uint32_t layer, bd_linear which, cons
                                 .n = (int32_t)cuda->shape.linear_n[which],
                                 .k = (int32_t)cuda->shape.linear_k[which],
                                 .y_stride = (int32_t)cuda->shape.linear_n[which],
-                                .planes_max = (int32_t)cuda->step.planes_max};
-    return cuda_check(cuda, k_linear_plain_bf16(&args, cuda->stream), "linear", err);
+                                .planes_max = (int32_t)cuda->step.planes_max,
+                                .fp16 = cuda->fp16};
+    return cuda_check(cuda, k_linear_plain(&args, cuda->stream), "linear", err);
 }
 
 const float *cuda_group_bias(const bd_cuda *cuda, uint32_t layer, bd_group group) {
@@ -118,85 +119,36 @@ static bd_status activate(bd_cuda *cuda, const bd_step *step, bool fast, bd_erro
                               .rows = (int32_t)step->row_count,
                               .width = (int32_t)ffn,
                               .in_stride = (int32_t)(fast ? 2 * ffn : ffn),
-                              .in_bf16 = fast,
+                              .in_half = fast,
+                              .fp16 = cuda->fp16,
+                              .overlap = cuda->fast.usable,
                               .gelu = cuda->config->activation == BD_ACT_GELU_TANH};
-    return cuda_check(cuda, k_gate_bf16(&args, cuda->stream), "activation", err);
+    return cuda_check(cuda, k_gate(&args, cuda->stream), "activation", err);
 }
 
 bd_status cuda_linear(bd_backend *backend, const bd_step *step, uint32_t layer, bd_group group,
                       bd_error *err) {
     bd_cuda *cuda = cuda_of(backend);
+    if (cuda->replay) return BD_OK;
     const bool fast = cuda->fast_step.usable && cuda->fast.groups[group].fast;
-    const bd_status s = fast ? cuda_fast_linear(cuda, step, layer, group, err)
-                             : plain_linear(cuda, layer, group, err);
+    const bd_status s =
+        fast ? cuda_fast_linear(cuda, layer, group, err) : plain_linear(cuda, layer, group, err);
     if (s != BD_OK) return s;
-    if (group == BD_GROUP_QKV) cuda->qkv_bf16 = fast;
-    if (group == BD_GROUP_O || group == BD_GROUP_DOWN) cuda->proj_bf16 = fast;
+    if (group == BD_GROUP_QKV) cuda->qkv_half = fast;
+    if (group == BD_GROUP_O || group == BD_GROUP_DOWN) cuda->proj_half = fast;
     return group == BD_GROUP_GATE_UP ? activate(cuda, step, fast, err) : BD_OK;
-}
-
-static k_attention_args attention_args(const bd_cuda *cuda, const bd_step *step, uint32_t layer) {
-    const bd_model_config *config = cuda->config;
-    const bool norm = config->qk_norm, fast = cuda->qkv_bf16;
-    const uint32_t q = cuda->shape.q_width, kv = cuda->shape.kv_width;
-    const uint16_t *fused = cuda->fast.fused;
-    return (k_attention_args){.q_in = fast ? (const void *)fused : cuda->q_in,
-                              .k_in = fast ? (const void *)(fused + q) : cuda->k_in,
-                              .v_in = fast ? (const void *)(fused + q + kv) : cuda->v_in,
-                              .q_stride = (int32_t)(fast ? q + 2 * kv : q),
-                              .kv_stride = (int32_t)(fast ? q + 2 * kv : kv),
-                              .in_bf16 = fast,
-                              .q = cuda->q,
-                              .kv = (uint16_t *)(void *)cuda->kv + layer * cuda->kv_layer_elements,
-                              .out = cuda->attn,
-                              .rope = cuda->rope,
-                              .row_rope = cuda->step.row_rope,
-                              .row_window = cuda->step.row_window,
-                              .positions = cuda->step.positions,
-                              .seq_of_row = cuda->step.seq_of_row,
-                              .seqs = cuda->step.seqs,
-                              .kv_blocks = cuda->step.kv_blocks,
-                              .q_gamma = norm ? cuda->norms[layer][BD_NORM_Q] : NULL,
-                              .k_gamma = norm ? cuda->norms[layer][BD_NORM_K] : NULL,
-                              .q_gammas = norm_table(cuda, layer, BD_NORM_Q),
-                              .k_gammas = norm_table(cuda, layer, BD_NORM_K),
-                              .row_overlay = cuda->step.row_overlay,
-                              .rows = (int32_t)step->row_count,
-                              .heads = (int32_t)cuda->shape.heads,
-                              .kv_heads = (int32_t)cuda->shape.kv_heads,
-                              .head_dim = (int32_t)cuda->shape.head_dim,
-                              .rotary_dim = (int32_t)config->rope.rotary_dim,
-                              .block_tokens = (int32_t)cuda->options.kv_block_tokens,
-                              .rope_positions = (int32_t)cuda->options.max_model_len,
-                              .use_window = config->window_layer[layer] != 0,
-                              .norm_plus_one = config->norm_plus_one,
-                              .scale = config->attn_scale,
-                              .softcap = config->attn_softcap,
-                              .eps = config->norm_eps};
-}
-
-bd_status cuda_rope_kv_write(bd_backend *backend, const bd_step *step, uint32_t layer,
-                             bd_error *err) {
-    bd_cuda *cuda = cuda_of(backend);
-    const k_attention_args args = attention_args(cuda, step, layer);
-    return cuda_check(cuda, k_rope_kv_write_bf16(&args, cuda->stream), "rope", err);
-}
-
-bd_status cuda_attention(bd_backend *backend, const bd_step *step, uint32_t layer, bd_error *err) {
-    bd_cuda *cuda = cuda_of(backend);
-    const k_attention_args args = attention_args(cuda, step, layer);
-    return cuda_check(cuda, k_attention_plain_bf16(&args, cuda->stream), "attention", err);
 }
 
 bd_status cuda_head(bd_backend *backend, const bd_step *step, bd_error *err) {
     bd_cuda *cuda = cuda_of(backend);
+    if (cuda->replay) return BD_OK;
     const cuda_step *d = &cuda->step;
     const uint32_t hidden = cuda->shape.hidden, vocab = cuda->shape.vocab;
-    bd_status s = cuda_check(cuda,
-                             k_gather_rows_bf16(cuda->head_in, cuda->normed, d->logits_rows,
-                                                (int32_t)step->logits_row_count, (int32_t)hidden,
-                                                cuda->stream),
-                             "head", err);
+    bd_status s =
+        cuda_check(cuda,
+                   k_gather_rows(cuda->head_in, cuda->normed, d->logits_rows,
+                                 (int32_t)step->logits_row_count, (int32_t)hidden, cuda->stream),
+                   "head", err);
     for (uint32_t b = 0; s == BD_OK && b < d->block_count; b++) {
         const uint32_t first = b * d->block_rows,
                        n = vocab - first < d->block_rows ? vocab - first : d->block_rows;
@@ -214,14 +166,17 @@ bd_status cuda_head(bd_backend *backend, const bd_step *step, bd_error *err) {
             .n = (int32_t)n,
             .k = (int32_t)hidden,
             .y_stride = (int32_t)vocab,
-            .planes_max = (int32_t)d->planes_max};
-        s = cuda_check(cuda, k_linear_plain_bf16(&args, cuda->stream), "head", err);
+            .planes_max = (int32_t)d->planes_max,
+            .fp16 = cuda->fp16};
+        s = cuda_check(cuda, k_linear_plain(&args, cuda->stream), "head", err);
     }
     return s;
 }
 
 bd_status cuda_sample(bd_backend *backend, const bd_step *step, bd_error *err) {
     bd_cuda *cuda = cuda_of(backend);
+    if (cuda->replay)
+        return cuda_check(cuda, cudaGraphLaunch(cuda->replay->exec, cuda->stream), "step", err);
     const uint32_t vocab = cuda->shape.vocab;
     for (uint32_t row = 0; row < step->logits_row_count; row += CUDA_SAMPLE_ROWS) {
         const uint32_t count = step->logits_row_count - row < CUDA_SAMPLE_ROWS

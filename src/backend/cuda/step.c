@@ -22,8 +22,11 @@ size_t cuda_upload_bytes(const bd_backend_options *o, const cuda_shape *shape) {
     bytes += o->seqs_max * (sizeof(k_seq) + blocks_per_seq * 4);
     bytes +=
         o->logits_rows_max * (2 * 4 + sizeof(k_segment) + sizeof(k_tile) + sizeof(k_sample_row));
-    bytes += (size_t)o->rows_max * 3 * sizeof(k_gemm_tile) + 2 * CUDA_DECODE_ROWS_MAX * 4;
-    bytes += (size_t)CUDA_EDITS_MAX * sizeof(k_edit);
+    bytes += ((size_t)o->rows_max + 3) * K_GEMM_SHAPES * sizeof(k_gemm_tile) +
+             2 * CUDA_DECODE_ROWS_MAX * 4;
+    bytes +=
+        (size_t)CUDA_EDITS_MAX * sizeof(k_edit) + (size_t)o->rows_max * sizeof(k_attention_row);
+    bytes += ((size_t)o->rows_max / K_ATTENTION_ROWS + o->seqs_max) * sizeof(k_attention_tile);
     bytes += CUDA_OVERLAYS_MAX * (items * sizeof(k_overlay_linear) +
                                   (shape->layers + 1u) * BD_NORM_COUNT * sizeof(void *));
     return bytes + 64 * 256;
@@ -57,7 +60,15 @@ static uint32_t tiles_fill(k_tile *tiles, const k_segment *segments, uint32_t se
     return count;
 }
 
-static bool rows_fill(bd_cuda *cuda, const bd_step *step) {
+uint32_t cuda_row_window(const bd_cuda *cuda, const bd_step *step, uint32_t row) {
+    uint32_t s = 0;
+    while (s + 1 < step->segment_count && row >= step->segments[s + 1].first_row)
+        s++;
+    const int32_t overlay = step->segments[s].overlay;
+    return overlay >= 0 ? step->overlays[overlay]->window_tokens : cuda->config->window_tokens;
+}
+
+static bool rows_fill(bd_cuda *cuda, const bd_step *step, bool fixed) {
     cuda_step *d = &cuda->step;
     int32_t *tokens = RESERVE(step->row_count, int32_t, &d->tokens),
             *positions = RESERVE(step->row_count, int32_t, &d->positions);
@@ -65,7 +76,8 @@ static bool rows_fill(bd_cuda *cuda, const bd_step *step) {
             *overlay = RESERVE(step->row_count, int32_t, &d->row_overlay);
     int32_t *rope = RESERVE(step->row_count, int32_t, &d->row_rope),
             *window = RESERVE(step->row_count, int32_t, &d->row_window);
-    k_segment *segments = RESERVE(step->segment_count, k_segment, &d->segments);
+    k_segment *segments =
+        RESERVE(fixed ? step->row_count + 1 : step->segment_count, k_segment, &d->segments);
     k_tile *tiles = RESERVE(step->row_count / K_TILE_TOKENS + 1u, k_tile, &d->tiles);
     if (!tokens || !positions || !seq_of_row || !overlay || !rope || !window || !segments || !tiles)
         return false;
@@ -90,19 +102,30 @@ static bool rows_fill(bd_cuda *cuda, const bd_step *step) {
 }
 
 static bool seqs_fill(bd_cuda *cuda, const bd_step *step) {
-    cuda_step *d = &cuda->step;
-    size_t blocks = 0, at = 0;
+    size_t at = 0;
     const uint32_t per = cuda->options.kv_block_tokens;
+    k_seq *seqs = RESERVE(step->seq_count, k_seq, &cuda->step.seqs);
+    if (!seqs) return false;
+    for (uint32_t i = 0; i < step->seq_count; i++) {
+        const bd_seq *s = &step->seqs[i];
+        seqs[i] = (k_seq){(int32_t)s->first_row, (int32_t)s->row_count,
+                          (int32_t)s->kv_before_tokens, (int32_t)at};
+        at += (s->kv_before_tokens + s->row_count + per - 1) / per;
+    }
+    return true;
+}
+
+/* Reserved last: its size is the only one that varies between steps of one shape. */
+static bool blocks_fill(bd_cuda *cuda, const bd_step *step) {
+    const uint32_t per = cuda->options.kv_block_tokens;
+    size_t blocks = 0, at = 0;
     for (uint32_t i = 0; i < step->seq_count; i++)
         blocks += (step->seqs[i].kv_before_tokens + step->seqs[i].row_count + per - 1) / per;
-    k_seq *seqs = RESERVE(step->seq_count, k_seq, &d->seqs);
-    int32_t *table = RESERVE(blocks, int32_t, &d->kv_blocks);
-    if (!seqs || !table) return false;
+    int32_t *table = RESERVE(blocks, int32_t, &cuda->step.kv_blocks);
+    if (!table) return false;
     for (uint32_t i = 0; i < step->seq_count; i++) {
         const bd_seq *s = &step->seqs[i];
         const size_t count = (s->kv_before_tokens + s->row_count + per - 1) / per;
-        seqs[i] = (k_seq){(int32_t)s->first_row, (int32_t)s->row_count,
-                          (int32_t)s->kv_before_tokens, (int32_t)at};
         memcpy(table + at, s->kv_blocks, count * 4);
         at += count;
     }
@@ -127,7 +150,7 @@ static void sample_row_fill(k_sample_row *out, const bd_cuda *cuda, const bd_ste
         out->uniform = 0x1.fffffep-1f; /* rounding to float32 must stay below one */
 }
 
-static bool logits_fill(bd_cuda *cuda, const bd_step *step) {
+static bool logits_fill(bd_cuda *cuda, const bd_step *step, bool fixed) {
     cuda_step *d = &cuda->step;
     const uint32_t count = step->logits_row_count;
     int32_t *rows = RESERVE(count, int32_t, &d->logits_rows),
@@ -139,7 +162,9 @@ static bool logits_fill(bd_cuda *cuda, const bd_step *step) {
     for (uint32_t i = 0; i < count; i++)
         if (step->logits_rows[i].target < 0)
             edit_count += step->seqs[step->logits_rows[i].seq].edit_count;
-    k_edit *edits = edit_count <= CUDA_EDITS_MAX ? RESERVE(edit_count, k_edit, &d->edits) : NULL;
+    const size_t edits_max = fixed ? CUDA_GRAPH_EDITS : CUDA_EDITS_MAX;
+    k_edit *edits =
+        edit_count <= edits_max ? RESERVE(fixed ? edits_max : edit_count, k_edit, &d->edits) : NULL;
     if (!rows || !overlays || !segments || !tiles || !samples || !edits) return false;
     uint32_t segment_count = 0, segment = 0;
     for (uint32_t i = 0; i < count; i++) {
@@ -199,8 +224,9 @@ static bool overlays_fill(bd_cuda *cuda, const bd_step *step) {
     const uint32_t layers = cuda->shape.layers, n = step->overlay_count,
                    count = layers * BD_LINEAR_COUNT;
     d->overlay_count = n;
-    d->block_rows = cuda->shape.vocab;
-    d->block_count = 1;
+    const uint32_t known = n ? cuda->options.vocab_block_rows : 0;
+    d->block_rows = known ? known : cuda->shape.vocab;
+    d->block_count = (cuda->shape.vocab + d->block_rows - 1) / d->block_rows;
     for (uint32_t v = 0; v < n; v++)
         if (step->overlays[v]->block_count)
             d->block_rows = step->overlays[v]->block_rows,
@@ -227,22 +253,33 @@ static bool overlays_fill(bd_cuda *cuda, const bd_step *step) {
     return true;
 }
 
+bd_status cuda_tables_fill(bd_cuda *cuda, const bd_step *step, bool fixed, bd_error *err) {
+    cuda->upload.used_bytes = 0;
+    /* Cleared with their padding: recordings are found by comparing bytes. */
+    memset(&cuda->step, 0, sizeof cuda->step);
+    memset(&cuda->fast_step, 0, sizeof cuda->fast_step);
+    memset(&cuda->attention_step, 0, sizeof cuda->attention_step);
+    cuda->qkv_half = cuda->proj_half = false;
+    if (rows_fill(cuda, step, fixed) && seqs_fill(cuda, step) && logits_fill(cuda, step, fixed) &&
+        overlays_fill(cuda, step) && cuda_fast_step_fill(cuda, step) &&
+        cuda_attention_fill(cuda, step, fixed) && blocks_fill(cuda, step))
+        return BD_OK;
+    return bd_fail(err, BD_E_LIMIT, "step", "its tables exceed %zu bytes", cuda->upload.cap_bytes);
+}
+
 bd_status cuda_step_begin(bd_backend *backend, const bd_step *step, bd_error *err) {
     bd_cuda *cuda = cuda_of(backend);
     BD_ASSERT(step->row_count <= cuda->options.rows_max &&
               step->logits_row_count <= cuda->options.logits_rows_max);
+    cuda->replay = NULL;
     if (atomic_load(&cuda->lost))
         return bd_fail(err, BD_E_DEVICE, "device", "the GPU was lost earlier");
     bd_status s = cuda_check(cuda, cudaSetDevice(cuda->device), "device", err);
     if (s == BD_OK) s = overlays_check(cuda, step, err);
     if (s != BD_OK) return s;
-    cuda->upload.used_bytes = 0;
-    cuda->step = (cuda_step){0};
-    cuda->qkv_bf16 = cuda->proj_bf16 = false;
-    if (!rows_fill(cuda, step) || !seqs_fill(cuda, step) || !logits_fill(cuda, step) ||
-        !overlays_fill(cuda, step) || !cuda_fast_step_fill(cuda, step))
-        return bd_fail(err, BD_E_LIMIT, "step", "its tables exceed %zu bytes",
-                       cuda->upload.cap_bytes);
+    if (cuda->recording) return cuda_tables_fill(cuda, step, true, err);
+    cuda->replay = cuda_graph_begin(cuda, step);
+    if (!cuda->replay && (s = cuda_tables_fill(cuda, step, false, err)) != BD_OK) return s;
     return cuda_check(cuda,
                       cudaMemcpyAsync(cuda->upload.device, cuda->upload.host,
                                       cuda->upload.used_bytes, cudaMemcpyHostToDevice,

@@ -1,0 +1,69 @@
+// elements.cuh - the two 16-bit element types of activations and KV: conversions, pairs, and mma.sync m16n8k16 over them.
+#pragma once
+#include <cuda_fp16.h>
+
+#include "common.cuh"
+
+struct bf16_type {
+    using native = __nv_bfloat16;
+    static __device__ __forceinline__ float load(uint16_t bits) { return bf16_float(bits); }
+    static __device__ __forceinline__ uint16_t store(float v) { return float_bf16(v); }
+    static __device__ __forceinline__ uint32_t pack(float low, float high) {
+        uint32_t r;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+        return r;
+    }
+    static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+};
+struct fp16_type {
+    using native = __half;
+    static __device__ __forceinline__ float load(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
+    // Out of range becomes infinite, which reaches the logits as NaN: the sequence then fails, nothing is clipped.
+    static __device__ __forceinline__ uint16_t store(float v) { return __half_as_ushort(__float2half_rn(v)); }
+    static __device__ __forceinline__ uint32_t pack(float low, float high) {
+        uint32_t r;
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+        return r;
+    }
+    static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+};
+
+// Element i of a float32 array, or of a 16-bit one.
+template <typename T> static __device__ __forceinline__ float load_any(const void *data, size_t i, bool narrow) {
+    return narrow ? T::load(((const uint16_t *)data)[i]) : ((const float *)data)[i];
+}
+
+static __device__ __forceinline__ void copy16_async(uint32_t dst_s, const void *src, bool there) { // absent: zeros
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst_s), "l"(src), "r"(there ? 16 : 0) : "memory");
+}
+static __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> static __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+static __device__ __forceinline__ uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+static __device__ __forceinline__ void load_matrices(uint32_t (&v)[4], uint32_t addr_s) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(addr_s) : "memory");
+}
+static __device__ __forceinline__ void load_matrices_turned(uint32_t (&v)[4], uint32_t addr_s) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"(addr_s)
+                 : "memory");
+}
+static __device__ __forceinline__ float exp2_fast(float v) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
+}
+// cap * tanh(v / cap) to float32 accuracy, two special-function calls.
+static __device__ __forceinline__ float cap_score(float v, float cap, float inverse_cap) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(exp2_fast(v * inverse_cap * 2.885390081777927f) + 1.f));
+    return fmaf(-2.f * cap, r, cap);
+}

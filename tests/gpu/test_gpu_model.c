@@ -1,0 +1,164 @@
+/* test_gpu_model.c - whole steps on the CUDA backend: recorded steps give the bits that launched ones give, whatever else is in
+ * the batch; fp16 against bf16 and plain kernels; a kernel that traps takes the device, not the process. */
+#include "gpu_test.h"
+
+#include "../../src/backend/cuda/cuda_internal.h"
+#include "gpu_model.h"
+
+static const gpu_shape small = {.hidden = 512, .layers = 3, .heads = 8, .kv_heads = 2, .head_dim = 64, .ffn = 1024, .vocab = 1003, .variants = 5, .rows = 512, .seqs = 64, .len = 2048,
+                                .blocks = 4096};
+
+static float *logits_of(gpu_model *m, uint32_t rows) {
+    bd_error err;
+    float *out = malloc((size_t)rows * m->config.vocab * 4);
+    for (uint32_t i = 0; i < rows; i++) assert_int_equal(m->ops->logits_get(m->backend, i, out + (size_t)i * m->config.vocab, &err), BD_OK);
+    return out;
+}
+
+static void run(gpu_model *m, const bd_step *step, bd_token_result *results) {
+    bd_error err;
+    if (gpu_model_step(m, step, results, &err) != BD_OK) fail_msg("%s", err.message);
+    for (uint32_t i = 0; i < step->logits_row_count; i++) assert_int_equal(results[i].fault, 0);
+}
+
+/* Prefill, then decode with and without recordings: same logits and same draws, bit by bit. */
+static void compare(gpu_model *recorded, gpu_model *launched, uint32_t seqs, uint32_t before, uint32_t variants, bool expect_replay) {
+    bd_token_result a[64], b[64];
+    gpu_model *both[2] = {recorded, launched};
+    for (int i = 0; i < 2; i++) {
+        gpu_batch *prefill = gpu_batch_make(both[i], seqs, before, 0, variants);
+        run(both[i], &prefill->step, a);
+        gpu_batch_free(prefill);
+    }
+    gpu_batch *x = gpu_batch_make(recorded, seqs, 1, before, variants), *y = gpu_batch_make(launched, seqs, 1, before, variants);
+    run(recorded, &x->step, a);
+    const bool replayed = ((bd_cuda *)recorded->backend)->replay != NULL;
+    if (replayed != expect_replay) fail_msg("%u sequences, %u variants: replayed %d", seqs, variants, replayed);
+    run(launched, &y->step, b);
+    float *la = logits_of(recorded, seqs), *lb = logits_of(launched, seqs);
+    if (memcmp(la, lb, (size_t)seqs * recorded->config.vocab * 4)) fail_msg("%u sequences, %u variants: logits differ", seqs, variants);
+    for (uint32_t i = 0; i < seqs; i++) {
+        if (a[i].id != b[i].id || a[i].rank != b[i].rank) fail_msg("sequence %u drew %d, not %d", i, a[i].id, b[i].id);
+        assert_memory_equal(a[i].top_ids, b[i].top_ids, 5 * sizeof(int32_t));
+    }
+    /* Alone, launched: the row's bits do not depend on the batch or on padding. */
+    const uint32_t pick = (uint32_t)(test_next() % seqs);
+    gpu_batch *alone = gpu_batch_make(launched, 1, 1, before, 0);
+    alone->tokens[0] = y->tokens[pick], alone->seq[0].kv_blocks = y->seq[pick].kv_blocks;
+    for (uint32_t s = 0; s < y->segments; s++)
+        if (pick >= y->segment[s].first_row && pick < y->segment[s].first_row + y->segment[s].row_count && y->segment[s].overlay >= 0) {
+            alone->overlays[0] = y->overlays[y->segment[s].overlay];
+            alone->segment[0].overlay = 0, alone->step.overlay_count = 1;
+        }
+    run(launched, &alone->step, b);
+    float *lone = logits_of(launched, 1);
+    if (memcmp(lone, lb + (size_t)pick * launched->config.vocab, launched->config.vocab * 4u)) fail_msg("row %u of %u (%u variants) alone differs", pick, seqs, variants);
+    free(la), free(lb), free(lone);
+    gpu_batch_free(x), gpu_batch_free(y), gpu_batch_free(alone);
+}
+
+static void test_recorded_steps(void **state) {
+    (void)state;
+    for (int plain = 0; plain < 2; plain++)
+        for (int fp16 = 0; fp16 < 2; fp16++) {
+            gpu_shape s = small;
+            s.kernels = plain ? BD_KERNELS_PLAIN : BD_KERNELS_AUTO;
+            s.dtype = fp16 ? BD_DTYPE_F16 : BD_DTYPE_BF16;
+            gpu_model *recorded = gpu_model_open(s, true), *launched = gpu_model_open(s, false);
+            static const uint32_t cases[][3] = {{1, 7, 0}, {1, 100, 1}, {2, 33, 2}, {3, 20, 0}, {5, 9, 3}, {8, 17, 5}, {13, 16, 5}, {16, 31, 1}, {16, 5, 0}};
+            for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) compare(recorded, launched, cases[i][0], cases[i][1], cases[i][2], true);
+            if (!plain) compare(recorded, launched, 33, 7, 4, true);
+            gpu_model_close(recorded);
+            gpu_model_close(launched);
+        }
+}
+
+/* Both element types and both sets of kernels compute the same model. */
+static void test_precision(void **state) {
+    (void)state;
+    float *logits[4];
+    double norm = 0, error[4] = {0};
+    const size_t count = 6u * small.vocab;
+    for (int i = 0; i < 4; i++) {
+        gpu_shape s = small;
+        s.kernels = i / 2 ? BD_KERNELS_AUTO : BD_KERNELS_PLAIN;
+        s.dtype = i % 2 ? BD_DTYPE_BF16 : BD_DTYPE_F16;
+        gpu_model *m = gpu_model_open(s, false);
+        bd_token_result results[64];
+        gpu_batch *b = gpu_batch_make(m, 6, 50, 0, 3);
+        run(m, &b->step, results);
+        logits[i] = logits_of(m, 6);
+        gpu_batch_free(b);
+        gpu_model_close(m);
+    }
+    for (size_t k = 0; k < count; k++) {
+        norm += (double)logits[0][k] * logits[0][k];
+        for (int i = 1; i < 4; i++) error[i] += (double)(logits[i][k] - logits[0][k]) * (logits[i][k] - logits[0][k]);
+    }
+    printf("relative L2 against plain fp16: plain bf16 %.2e, auto fp16 %.2e, auto bf16 %.2e\n", sqrt(error[1] / norm), sqrt(error[2] / norm), sqrt(error[3] / norm));
+    assert_true(sqrt(error[1] / norm) < 2e-2 && sqrt(error[2] / norm) < 3e-3 && sqrt(error[3] / norm) < 2e-2);
+    for (int i = 0; i < 4; i++) free(logits[i]);
+}
+
+static void test_fp16_refuses_what_it_cannot_hold(void **state) {
+    (void)state;
+    bd_error err;
+    gpu_shape s = small;
+    s.dtype = BD_DTYPE_F16;
+    gpu_model *m = gpu_model_open(s, false);
+    float row[512] = {1, 65504, -65504};
+    bd_weight_view view = {.dtype = BD_DTYPE_F32, .rows = 1, .cols = 512, .row_stride_bytes = sizeof row, .data = row};
+    const bd_weight_id id = {.kind = BD_WEIGHT_LINEAR, .which = BD_LINEAR_Q};
+    assert_int_equal(m->ops->weight_put(m->backend, id, &view, &err), BD_OK);
+    row[300] = 70000;
+    assert_int_equal(m->ops->weight_put(m->backend, id, &view, &err), BD_E_UNSUPPORTED);
+    assert_non_null(strstr(err.message, "fp16"));
+    gpu_model_close(m);
+}
+
+/* Memory that is not there is an error at open that names what it was for. */
+static void test_out_of_memory_at_open(void **state) {
+    (void)state;
+    bd_error err;
+    gpu_model *m = gpu_model_open(small, false);
+    bd_backend_options options = m->options;
+    bd_backend *none = m->backend;
+    options.kv_block_count = 200000000;
+    assert_int_equal(m->ops->open(&options, &none, &err), BD_E_MEMORY);
+    assert_null(none);
+    assert_non_null(strstr(err.subject, "KV"));
+    bd_token_result results[64]; /* and the context lives on */
+    gpu_batch *b = gpu_batch_make(m, 2, 5, 0, 0);
+    run(m, &b->step, results);
+    gpu_batch_free(b);
+    gpu_model_close(m);
+}
+
+/* Last, since nothing of CUDA works in this process afterwards: a KV block far outside the arena makes a kernel fault. */
+static void test_a_sticky_fault_is_an_answer(void **state) {
+    (void)state;
+    bd_error err;
+    gpu_model *m = gpu_model_open(small, false);
+    bd_token_result results[64];
+    gpu_batch *b = gpu_batch_make(m, 4, 1, 40, 2);
+    run(m, &b->step, results);
+    b->blocks[0] = 0x7ffffff0u;
+    const uint64_t start_us = bd_now_us();
+    assert_int_equal(gpu_model_step(m, &b->step, results, &err), BD_E_DEVICE);
+    printf("fault: %s\n", err.message);
+    assert_true(bd_now_us() - start_us < 25000000u);
+    assert_non_null(strstr(err.message, "CUDA error"));
+    b->blocks[0] = 0;
+    assert_int_equal(gpu_model_step(m, &b->step, results, &err), BD_E_DEVICE); /* at once, and for good */
+    assert_non_null(strstr(err.message, "lost"));
+    assert_int_not_equal(m->ops->plane_put(m->backend, m->ops->delta_arena(m->backend), 512, 512, 0, 512, m->noise, 64, &err), BD_OK);
+    gpu_batch_free(b);
+    gpu_model_close(m); /* must not hang either */
+}
+
+int main(int argc, char **argv) {
+    gpu_test_begin(argc, argv);
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_recorded_steps), cmocka_unit_test(test_precision), cmocka_unit_test(test_fp16_refuses_what_it_cannot_hold),
+                                       cmocka_unit_test(test_out_of_memory_at_open), cmocka_unit_test(test_a_sticky_fault_is_an_answer)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
