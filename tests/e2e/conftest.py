@@ -151,11 +151,9 @@ def events_of(data):
 
 def start_server(*extra, deltas="demo/deltas", environment=None, ready=True):
     arguments = ["--base", "demo/zen-mini", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--backend", "cpu"]
-    if "--config" in extra:
-        arguments = []  # the file says it all
-    elif deltas:
+    if deltas:
         arguments += ["--deltas", deltas]
-    if "--slots" not in extra and arguments:
+    if "--slots" not in extra:
         arguments += ["--slots", "8"]
     server = Server([*arguments, *extra], environment)
     return server.wait_ready() if ready else server

@@ -367,12 +367,11 @@ def test_keys_of_orders(launch, deltas, tmp_path):
 def test_pins_and_prefetch(launch, deltas, tmp_path):
     for name in (MATH, CODER, "zen-mini-legal"):
         copy_variant(name, deltas / name)
-    config = {"base": {"path": "demo/zen-mini"}, "deltas": str(deltas), "listen": "127.0.0.1:0", "admin": "127.0.0.1:0", "backend": "cpu",
-              "variants": [{"name": "kept", "path": str(deltas / "c"), "pin": True}],
-              "cache": {"slots": 3, "pinned_top": 0, "prefetch": [MATH, CODER, "zen-mini-legal", "no-such-name"]}}
+    config = {"deltas": str(deltas), "variants": [{"name": "kept", "path": str(deltas / "c"), "pin": True}],
+              "cache": {"prefetch": [MATH, CODER, "zen-mini-legal", "no-such-name"]}}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    server = launch("--config", str(path))
+    server = launch("--config", str(path), "--slots", "3", "--pinned-top", "0", deltas=None)
     eventually(lambda: sum(v["state"] == "ready" for v in variants(server).values()) == 3, what="prefetched variants")
     infos = variants(server)
     assert infos["kept"]["state"] == "ready" and infos["kept"]["pinned"] and infos["kept"]["loads"] == 1
