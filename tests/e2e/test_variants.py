@@ -88,10 +88,10 @@ def test_replaced_during_use(launch, deltas, tmp_path):
     server = start(launch, deltas)
     ids, old = goldens(C)[0]
     answers_as(server, C, C)
-    alone = server.post("/v1/completions", golden_body(C, ids, 400)).json()["choices"][0]["token_ids"]
+    alone = server.post("/v1/completions", golden_body(C, ids, 1500)).json()["choices"][0]["token_ids"]
     assert alone[:32] == old
     raw = server.connect(seconds=60)
-    raw.sendall(request(body=golden_body(C, ids, 400, stream=True)))
+    raw.sendall(request(body=golden_body(C, ids, 1500, stream=True)))
     reader = Reader(raw)
     reader.head()
     data = reader.chunk()
@@ -117,9 +117,9 @@ def test_replaced_during_use(launch, deltas, tmp_path):
 def test_removed_during_use(launch, deltas):
     server = start(launch, deltas)
     ids, _ = goldens(C)[0]
-    alone = server.post("/v1/completions", golden_body(C, ids, 300)).json()["choices"][0]["token_ids"]
+    alone = server.post("/v1/completions", golden_body(C, ids, 1500)).json()["choices"][0]["token_ids"]
     raw = server.connect(seconds=60)
-    raw.sendall(request(body=golden_body(C, ids, 300, stream=True)))
+    raw.sendall(request(body=golden_body(C, ids, 1500, stream=True)))
     reader = Reader(raw)
     reader.head()
     data = reader.chunk()
@@ -289,9 +289,9 @@ def test_a_failed_order_leaves_nothing(launch, deltas):
 def test_unload_during_use_and_load(launch, deltas):
     server = start(launch, deltas)
     ids, _ = goldens(C)[0]
-    alone = server.post("/v1/completions", golden_body(C, ids, 300)).json()["choices"][0]["token_ids"]
+    alone = server.post("/v1/completions", golden_body(C, ids, 1500)).json()["choices"][0]["token_ids"]
     raw = server.connect(seconds=60)
-    raw.sendall(request(body=golden_body(C, ids, 300, stream=True)))
+    raw.sendall(request(body=golden_body(C, ids, 1500, stream=True)))
     reader = Reader(raw)
     reader.head()
     data = reader.chunk()
