@@ -12,11 +12,12 @@
 #include "bitdelta/base/pool.h"
 
 /* A segment of fewer rows multiplies the packed bits; a longer one rebuilds its weights tile by
- * tile. */
-#define BD_CPU_SHORT_ROWS 8u
+ * tile, once for all of them. */
+#define BD_CPU_SHORT_ROWS 16u
+#define BD_CPU_SIGN_ROWS  8u /* of one call of sign_dot */
+#define BD_CPU_PASS_ROWS  8u /* that share a pass over a tile */
 /* Fewer base rows than this read the weights as they are; more go through float32 tiles. */
 #define BD_CPU_DIRECT_ROWS 32u
-#define BD_CPU_SIGN_ROWS   BD_CPU_SHORT_ROWS /* of one call of sign_dot */
 #define BD_CPU_TILE_N      96u
 #define BD_CPU_TILE_K      512u /* a multiple of 32, so that a tile's bits start at a whole word */
 #define BD_CPU_DIRECT_N    48u

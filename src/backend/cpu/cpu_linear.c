@@ -133,12 +133,12 @@ static void base_direct(const block *b) {
 static void multiply(const bd_cpu *cpu, const multiply_job *m) {
     static_assert(BD_CPU_LORA_RANK_MAX <= BD_CPU_TILE_K,
                   "a LoRA pair's inner dimension is one tile deep");
-    const float *x[BD_CPU_SHORT_ROWS];
-    float *y[BD_CPU_SHORT_ROWS];
-    _Alignas(64) float rows_copy[BD_CPU_SHORT_ROWS * (BD_CPU_TILE_K + 16u)];
-    for (uint32_t first = 0; first < m->rows; first += BD_CPU_SHORT_ROWS) {
+    const float *x[BD_CPU_PASS_ROWS];
+    float *y[BD_CPU_PASS_ROWS];
+    _Alignas(64) float rows_copy[BD_CPU_PASS_ROWS * (BD_CPU_TILE_K + 16u)];
+    for (uint32_t first = 0; first < m->rows; first += BD_CPU_PASS_ROWS) {
         const uint32_t rows =
-            m->rows - first < BD_CPU_SHORT_ROWS ? m->rows - first : BD_CPU_SHORT_ROWS;
+            m->rows - first < BD_CPU_PASS_ROWS ? m->rows - first : BD_CPU_PASS_ROWS;
         for (uint32_t r = 0; r < rows; r++) {
             float *copy = rows_copy + r * (BD_CPU_TILE_K + 16u);
             memcpy(copy, m->x + (size_t)(first + r) * m->x_stride, m->depth * sizeof *copy);
@@ -245,27 +245,33 @@ static bd_cpu_signs signs_of(const block *b, const part *piece, uint32_t plane, 
                           .words = bd_cpu_plane_words(b->job->k)};
 }
 
+/* A plane of a piece, from output n on, for all rows of a run. */
+static void add_plane(const block *b, const bd_cpu_run *run, const part *piece, uint32_t plane,
+                      uint32_t n) {
+    const linear_job *job = b->job;
+    const float *tables[BD_CPU_SIGN_ROWS];
+    float *y[BD_CPU_SIGN_ROWS];
+    bd_cpu_signs signs = signs_of(b, piece, plane, n);
+    signs.table = tables;
+    signs.y = y;
+    for (uint32_t r = 0; r < run->count; r += signs.rows) {
+        signs.rows = run->count - r < BD_CPU_SIGN_ROWS ? run->count - r : BD_CPU_SIGN_ROWS;
+        for (uint32_t i = 0; i < signs.rows; i++) {
+            tables[i] = sum_table(job, run->table_row + r + i);
+            y[i] = b->y + (size_t)(run->first + r + i) * b->y_stride + (n - b->n0);
+        }
+        job->cpu->kernels->sign_dot(&signs);
+    }
+}
+
 /* The planes from `first_plane` on. */
 static void add_short_signs(const block *b, const bd_cpu_run *run, uint32_t first_plane) {
-    const linear_job *job = b->job;
-    const float *tables[BD_CPU_SHORT_ROWS];
-    float *y[BD_CPU_SHORT_ROWS];
     part piece;
-    BD_ASSERT(run->count <= BD_CPU_SHORT_ROWS);
     for (uint32_t n = b->n0; n < b->n1; n = piece.end) {
         piece = part_at(b->to, run->overlay, n, b->n1);
         const uint32_t planes = piece.linear != NULL ? piece.linear->plane_count : 0;
-        for (uint32_t r = 0; r < run->count; r++) {
-            tables[r] = sum_table(job, run->table_row + r);
-            y[r] = b->y + (size_t)(run->first + r) * b->y_stride + (n - b->n0);
-        }
-        for (uint32_t p = first_plane; p < planes; p++) {
-            bd_cpu_signs signs = signs_of(b, &piece, p, n);
-            signs.table = tables;
-            signs.y = y;
-            signs.rows = run->count;
-            job->cpu->kernels->sign_dot(&signs);
-        }
+        for (uint32_t p = first_plane; p < planes; p++)
+            add_plane(b, run, &piece, p, n);
     }
 }
 
@@ -446,9 +452,9 @@ static void scale_rows(float *const *rows, uint32_t count, uint32_t columns, flo
 static void lora_task(void *ctx, uint32_t index, uint32_t worker) {
     const linear_job *job = ctx;
     (void)worker;
-    const uint32_t begin = index * BD_CPU_SHORT_ROWS;
+    const uint32_t begin = index * BD_CPU_PASS_ROWS;
     const uint32_t end =
-        job->rows - begin < BD_CPU_SHORT_ROWS ? job->rows : begin + BD_CPU_SHORT_ROWS;
+        job->rows - begin < BD_CPU_PASS_ROWS ? job->rows : begin + BD_CPU_PASS_ROWS;
     for (uint32_t i = 0; i < job->run_count; i++) {
         const bd_cpu_run *run = &job->runs[i];
         const uint32_t from = run->first > begin ? run->first : begin;
@@ -458,8 +464,8 @@ static void lora_task(void *ctx, uint32_t index, uint32_t worker) {
             const target *matrix = &job->targets[t];
             const bd_overlay_linear *linear = part_at(matrix, run->overlay, 0, matrix->w->n).linear;
             if (linear == NULL || linear->lora_rank == 0) continue;
-            const float *x[BD_CPU_SHORT_ROWS];
-            float *y[BD_CPU_SHORT_ROWS];
+            const float *x[BD_CPU_PASS_ROWS];
+            float *y[BD_CPU_PASS_ROWS];
             for (uint32_t r = from; r < to; r++) {
                 x[r - from] = job->x + (size_t)r * job->k;
                 y[r - from] = lora_row(job, r, matrix);
@@ -559,7 +565,7 @@ static bd_status run_job(linear_job *job, bd_error *err) {
         job->task_count += (job->targets[t].w->n + job->block_n - 1) / job->block_n;
     }
     if (job->lora) {
-        const uint32_t parts = (job->rows + BD_CPU_SHORT_ROWS - 1) / BD_CPU_SHORT_ROWS;
+        const uint32_t parts = (job->rows + BD_CPU_PASS_ROWS - 1) / BD_CPU_PASS_ROWS;
         bd_cpu_for(cpu, parts, (uint64_t)job->rows * job->k * 16u, lora_task, job);
     }
     bd_cpu_for(cpu, job->task_count, work, linear_task, job);
