@@ -58,44 +58,29 @@ cudaError_t k_linear_plain(const k_linear_args *args, cudaStream_t stream);
 
 /* ---- sm_90a: W_eff rebuilt in registers (bitdelta_gemm.cu) and exact decode (bitdelta_decode.cu) ---- */
 
-typedef struct k_gemm_tile { /* tokens [m0, m1) of one variant (a column of the overlay table, -1: base) */
+typedef struct k_gemm_tile { /* tokens [m0, m1) of one variant (a column of the overlay table, -1: base), m1 - m0 <= tok */
     int32_t m0, m1, variant, pad;
 } k_gemm_tile;
 
-/* Tiles of W rows x tokens: one piece of up to 256, 128 or 64 tokens of a variant, or four of up to 64. */
-typedef enum k_gemm_shape { K_GEMM_256, K_GEMM_128, K_GEMM_64, K_GEMM_4X64, K_GEMM_SHAPES } k_gemm_shape;
-static inline int k_gemm_piece(k_gemm_shape shape) { /* most tokens of a k_gemm_tile */
-    return shape == K_GEMM_256 ? 256 : shape == K_GEMM_128 ? 128 : 64;
-}
-static inline int k_gemm_pieces(k_gemm_shape shape) { /* k_gemm_tiles of one tile; the last may be padded by empty ones */
-    return shape == K_GEMM_4X64 ? 4 : 1;
-}
-static inline int k_gemm_box(k_gemm_shape shape) { /* rows of a box of x */
-    return shape == K_GEMM_256 ? 128 : shape == K_GEMM_64 ? 32 : 64;
-}
-
 typedef struct k_gemm_args {
-    CUtensorMap w, x, y; /* W [n, k] box 128 x 64; x [rows, k] box k_gemm_box(shape) x 64; Y [rows, n] box 32 x 64; 128-byte swizzle */
+    CUtensorMap w, x, y; /* W [n, k] box 128 x 64; x [rows, k] box (tok / 2) x 64; Y [rows, n] box 32 x 64; 128-byte swizzle */
     const void *w_data;
     void *y_data;        /* [rows, n] */
     const float *bias;   /* base's [n], may be NULL */
     const k_overlay_linear *overlays;
-    const k_gemm_tile *tiles; /* [tile_count][k_gemm_pieces(shape)] */
-    float *workspace;    /* k_gemm_workspace_bytes() */
-    unsigned *flags;     /* [sm_count] zero before the first call, left zero */
-    unsigned *ticket;    /* as k_decode_args' */
+    const k_gemm_tile *tiles;
     int32_t tile_count, n, k;
     bool fp16;
     int32_t group;       /* W-tile pairs per scheduling group */
     int32_t sm_count;
     int32_t pdl;         /* programmatic dependent launch: only x may come from the kernel just before in the stream */
-    int32_t whole;       /* set by the launcher */
+    int32_t first, count; /* set by the launcher; zero */
 } k_gemm_args;
-/* k % 128 == 0, n % 8 == 0. delta: whether any tile has a variant; K_GEMM_4X64 is for such steps only. */
-cudaError_t k_gemm(const k_gemm_args *args, k_gemm_shape shape, bool delta, cudaStream_t stream);
-uint64_t k_gemm_workspace_bytes(int sm_count);
-/* Estimated cost of a launch in microseconds of an H200, to be compared between kernels and tile sizes of one matrix. */
-double k_gemm_cost(int n, int k, k_gemm_shape shape, int tile_count, int sm_count);
+/* (tok, split) in {(256, 1), (256, 2), (256, 4), (128, 1), (128, 2), (64, 1), (64, 2)}; k % 128 == 0 (split: k % (256 split)), n % 8 == 0;
+ * delta: whether any tile has a variant. (256, 1) may be two launches. */
+cudaError_t k_gemm(const k_gemm_args *args, int tok, int split, bool delta, cudaStream_t stream);
+/* Estimated microseconds of a launch on an H200, to be compared between kernels and tiles of one matrix. */
+double k_gemm_cost(int n, int k, int tok, int split, int tile_count, int sm_count);
 
 #define K_DECODE_ROWS 64 /* most rows of one launch */
 
@@ -110,14 +95,14 @@ typedef struct k_decode_args {
     const int32_t *slot;    /* [rows] slot of each row, -1: base; apart from the -1s they start at 0 and rise by at most 1 a row */
     const float *bias;      /* base's [n], may be NULL */
     void *y;                /* [rows, n] */
-    unsigned long long *workspace; /* k_decode_workspace_bytes(), zero before the first call, left zero */
+    unsigned long long *workspace; /* k_decode_workspace_bytes(); the first _zeros() are zero before the first call and left zero */
     unsigned *ticket;       /* zero before the first call, left zero; not shared by launches that may overlap */
     int32_t rows, n, k, variants, sm_count;
     bool fp16;
     int32_t pdl;            /* programmatic dependent launch: only x and the planes may come from the kernel just before in the stream */
     int32_t stages, pieces, chunks, burst; /* set by the launcher */
 } k_decode_args;
-uint64_t k_decode_workspace_bytes(int sm_count);
+uint64_t k_decode_workspace_bytes(int sm_count), k_decode_workspace_zeros(int sm_count);
 int k_decode_tokens(int rows); /* columns of the product: 8, 16, 32 or 64 */
 cudaError_t k_decode(const k_decode_args *args, cudaStream_t stream);
 /* As k_gemm_cost, comparable with it; the planes are counted. */
@@ -244,6 +229,9 @@ K_BOTH_SIDES static inline int32_t k_attention_splits(int32_t tokens) {
 
 cudaError_t k_gather_rows(uint16_t *dst, const uint16_t *src, const int32_t *rows, int32_t count, int32_t width,
                                cudaStream_t stream);
+
+/* In place; *overflow becomes 1 when a value is beyond fp16's range or not a number. */
+cudaError_t k_bf16_to_fp16(uint16_t *data, uint64_t count, unsigned *overflow, cudaStream_t stream);
 
 typedef struct k_edit {
     int32_t token;

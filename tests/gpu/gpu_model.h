@@ -182,7 +182,7 @@ static inline gpu_batch *gpu_batch_make(gpu_model *m, uint32_t seqs, uint32_t ro
     for (uint32_t i = 0; i < seqs * per_seq; i++) b->blocks[i] = i;
     for (uint32_t s = 0; s < seqs; s++) {
         b->seq[s] = (bd_seq){.first_row = s * rows_each, .row_count = rows_each, .kv_before_tokens = before, .kv_blocks = b->blocks + s * per_seq,
-                             .sampling = {.temperature = s % 2 ? 0.8f : 0, .top_p = 0.9f, .seed = s}};
+                             .sampling = {.temperature = s % 2 ? 0.8f : 0, .top_p = 0.9f, .top_k = s % 4 == 3 ? 0 : 50, .seed = s}};
         b->logits[s] = (bd_logits_row){.row = s * rows_each + rows_each - 1, .seq = s, .target = -1, .top_count = 5};
         for (uint32_t i = 0; i < rows_each; i++) {
             const uint32_t row = s * rows_each + i;

@@ -113,6 +113,15 @@ static void test_fp16_refuses_what_it_cannot_hold(void **state) {
     row[300] = 70000;
     assert_int_equal(m->ops->weight_put(m->backend, id, &view, &err), BD_E_UNSUPPORTED);
     assert_non_null(strstr(err.message, "fp16"));
+    uint16_t brain[512]; /* bf16 is converted on the device */
+    for (int i = 0; i < 512; i++) brain[i] = bd_f32_to_bf16((float)(i - 200) * 327.0f);
+    view = (bd_weight_view){.dtype = BD_DTYPE_BF16, .rows = 1, .cols = 512, .row_stride_bytes = sizeof brain, .data = brain};
+    assert_int_equal(m->ops->weight_put(m->backend, id, &view, &err), BD_E_UNSUPPORTED); /* 311 * 327 > 65504 */
+    for (int i = 0; i < 512; i++) brain[i] = bd_f32_to_bf16((float)(i - 200) * 200.0f);
+    assert_int_equal(m->ops->weight_put(m->backend, id, &view, &err), BD_OK); /* and the fault was that tensor's */
+    uint16_t got[512];
+    CUDA_OK(cudaMemcpy(got, ((bd_cuda *)m->backend)->linears[0][BD_LINEAR_Q], sizeof got, cudaMemcpyDeviceToHost));
+    for (int i = 0; i < 512; i++) assert_int_equal(got[i], bd_f32_to_f16(bd_bf16_to_f32(brain[i])));
     gpu_model_close(m);
 }
 

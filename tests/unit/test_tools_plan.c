@@ -1,5 +1,5 @@
-/* test_tools_plan.c - `bitdelta plan`: the table agrees with what a model opened with the same options takes, and what does
- * not fit is refused with its sum. */
+/* test_tools_plan.c - `bitdelta plan`: the table agrees with what a model opened with the same
+ * options takes, and what does not fit is refused with its sum. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -33,16 +33,34 @@ static bd_status run(const bd_plan_request *request, char *text, size_t bytes, b
     return s;
 }
 
-static const bd_plan_request plain = {.base_dir = BASE, .deltas_dir = "demo/deltas", .backend = BD_BACKEND_CPU, .rows_max = 64, .seqs_max = 8, .logits_rows_max = 16,
-                                      .max_model_len = 512, .kv_tokens = 4096, .slots = 3, .json = true, .dtype = BD_DTYPE_OTHER};
+static const bd_plan_request plain = {.base_dir = BASE,
+                                      .deltas_dir = "demo/deltas",
+                                      .backend = BD_BACKEND_CPU,
+                                      .rows_max = 64,
+                                      .seqs_max = 8,
+                                      .logits_rows_max = 16,
+                                      .max_model_len = 512,
+                                      .kv_tokens = 4096,
+                                      .slots = 3,
+                                      .json = true,
+                                      .dtype = BD_DTYPE_OTHER};
 
 static void test_agrees_with_an_open_model(void **state) {
     (void)state;
     char text[4096];
     bd_error err;
     assert_int_equal(run(&plain, text, sizeof text, &err), BD_OK);
-    const bd_model_options options = {.dir = BASE, .ops = bd_backend_cpu_ops(), .rank_count = 1, .max_model_len = 512, .rows_max = 64, .seqs_max = 8,
-                                      .logits_rows_max = 16, .kv_block_tokens = 16, .kv_tokens = 4096, .rope_tables_max = 15, .delta_slots = 3};
+    const bd_model_options options = {.dir = BASE,
+                                      .ops = bd_backend_cpu_ops(),
+                                      .rank_count = 1,
+                                      .max_model_len = 512,
+                                      .rows_max = 64,
+                                      .seqs_max = 8,
+                                      .logits_rows_max = 16,
+                                      .kv_block_tokens = 16,
+                                      .kv_tokens = 4096,
+                                      .rope_tables_max = 15,
+                                      .delta_slots = 3};
     bd_model *model;
     assert_int_equal(bd_model_open(&options, &model, &err), BD_OK);
     const bd_memory_plan *plan = bd_model_memory(model);
@@ -53,9 +71,12 @@ static void test_agrees_with_an_open_model(void **state) {
     assert_int_equal(number(text, "kv_bytes"), plan->kv);
     assert_int_equal(number(text, "kv_tokens"), 4096);
     assert_int_equal(number(text, "deltas"), 14);
-    assert_int_equal(number(text, "delta_bytes"), number(text, "page_bytes") * number(text, "pages_per_slot") * 3);
-    assert_int_equal(number(text, "total_bytes"), number(text, "weights_bytes") + number(text, "workspace_bytes") + number(text, "logits_bytes") + number(text, "delta_bytes") +
-                                                      number(text, "kv_bytes"));
+    assert_int_equal(number(text, "delta_bytes"),
+                     number(text, "page_bytes") * number(text, "pages_per_slot") * 3);
+    assert_int_equal(number(text, "total_bytes"),
+                     number(text, "weights_bytes") + number(text, "workspace_bytes") +
+                         number(text, "logits_bytes") + number(text, "delta_bytes") +
+                         number(text, "kv_bytes"));
     bd_model_close(model);
 }
 
@@ -72,8 +93,10 @@ static void test_refuses_with_the_sum(void **state) {
     tight.device_bytes = total - 1;
     assert_int_equal(run(&tight, text, sizeof text, &err), BD_E_LIMIT);
     assert_non_null(strstr(text, "\"fits\":false"));
-    const char *const parts[] = {"weights", "workspace", "KV cache", "logits", "delta pages", "available"};
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) assert_non_null(strstr(err.message, parts[i]));
+    const char *const parts[] = {"weights", "workspace",   "KV cache",
+                                 "logits",  "delta pages", "available"};
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+        assert_non_null(strstr(err.message, parts[i]));
 }
 
 static void test_slots_and_kv_give_way(void **state) {
@@ -84,11 +107,14 @@ static void test_slots_and_kv_give_way(void **state) {
     loose.slots = 0, loose.kv_tokens = 0;
     assert_int_equal(run(&loose, text, sizeof text, &err), BD_OK);
     assert_int_equal(number(text, "slots"), 14);
-    loose.device_bytes = number(text, "weights_bytes") + number(text, "workspace_bytes") + number(text, "logits_bytes") + 512 * number(text, "kv_bytes") / number(text, "kv_tokens") +
+    loose.device_bytes = number(text, "weights_bytes") + number(text, "workspace_bytes") +
+                         number(text, "logits_bytes") +
+                         512 * number(text, "kv_bytes") / number(text, "kv_tokens") +
                          5 * number(text, "page_bytes") * number(text, "pages_per_slot") + 1000000;
     assert_int_equal(run(&loose, text, sizeof text, &err), BD_OK);
     assert_in_range(number(text, "slots"), 5, 13);
-    assert_true(number(text, "kv_tokens") >= 512 && number(text, "total_bytes") <= loose.device_bytes);
+    assert_true(number(text, "kv_tokens") >= 512 &&
+                number(text, "total_bytes") <= loose.device_bytes);
 }
 
 static void test_text_and_faults(void **state) {
@@ -131,7 +157,9 @@ static void test_cuda_plan_needs_no_device(void **state) {
 }
 
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_agrees_with_an_open_model), cmocka_unit_test(test_refuses_with_the_sum), cmocka_unit_test(test_slots_and_kv_give_way),
-                                       cmocka_unit_test(test_text_and_faults), cmocka_unit_test(test_cuda_plan_needs_no_device)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_agrees_with_an_open_model),
+        cmocka_unit_test(test_refuses_with_the_sum), cmocka_unit_test(test_slots_and_kv_give_way),
+        cmocka_unit_test(test_text_and_faults), cmocka_unit_test(test_cuda_plan_needs_no_device)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

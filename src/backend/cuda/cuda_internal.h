@@ -116,6 +116,7 @@ typedef struct bd_cuda {
     float *residual, *proj, *q_in, *k_in, *v_in, *gate, *up, *logits, *scratch, *rope;
     uint16_t *normed, *q, *attn, *act, *head_in;
     k_sample_result *results, *results_host;
+    unsigned *overflow; /* set by the conversion of weights to fp16 */
     cuda_upload upload;
     cuda_staging base_staging, delta_staging;
     cuda_step step;

@@ -91,6 +91,7 @@ static void workspace_carve(bd_cuda *cuda, const cuda_shape *shape, const bd_bac
     CARVE(act, rows * shape->ffn * 2);
     CARVE(head_in, logits * shape->hidden * 2);
     CARVE(results, logits * sizeof(k_sample_result));
+    CARVE(overflow, sizeof *cuda->overflow);
     CARVE(rope, (size_t)o->rope_tables_max * o->max_model_len * o->config->rope.rotary_dim * 4);
     CARVE(upload.device, cuda_upload_bytes(o, shape));
     const size_t fused = shape->q_width + 2 * (size_t)shape->kv_width,
@@ -100,8 +101,6 @@ static void workspace_carve(bd_cuda *cuda, const cuda_shape *shape, const bd_bac
     CARVE(fast.planes,
           k_planes_bytes(K_DECODE_ROWS, (int)(k_max > shape->hidden ? k_max : shape->hidden)));
     CARVE(fast.workspace, k_decode_workspace_bytes(CUDA_SM_MAX));
-    CARVE(fast.partials, k_gemm_workspace_bytes(CUDA_SM_MAX));
-    CARVE(fast.flags, CUDA_SM_MAX * sizeof(unsigned));
     CARVE(fast.tickets, CUDA_TICKETS * sizeof(unsigned));
     if (o->kernels != BD_KERNELS_PLAIN && k_attention_fast((int32_t)shape->head_dim)) {
         const size_t heads = (size_t)o->seqs_max * shape->heads;
@@ -183,7 +182,10 @@ static bd_status arenas_open(bd_cuda *cuda, bd_error *err) {
     logits_carve(cuda, &cuda->shape, &cuda->options, carve_take, &at);
     /* Norms and biases that the model lacks stay zero; everything else is written before it is
      * read. */
-    return cuda_check(cuda, cudaMemset(cuda->weights, 0, plan->weights), "base weights", err);
+    s = cuda_check(cuda, cudaMemset(cuda->overflow, 0, sizeof *cuda->overflow), "workspace", err);
+    return s == BD_OK
+               ? cuda_check(cuda, cudaMemset(cuda->weights, 0, plan->weights), "base weights", err)
+               : s;
 }
 
 static bd_status streams_open(bd_cuda *cuda, bd_error *err) {
@@ -300,10 +302,10 @@ static void row_to_f32(bd_dtype dtype, const uint8_t *src, uint64_t cols, float 
     }
 }
 
-/* False: a value is out of fp16's range. */
+/* False: a value is out of fp16's range. bf16 stays bf16: the device converts it. */
 static bool row_to_half(const bd_cuda *cuda, bd_dtype dtype, const uint8_t *src, uint64_t cols,
                         uint16_t *dst) {
-    if (dtype == (cuda->fp16 ? BD_DTYPE_F16 : BD_DTYPE_BF16)) {
+    if (dtype == BD_DTYPE_BF16 || (cuda->fp16 && dtype == BD_DTYPE_F16)) {
         memcpy(dst, src, cols * 2);
         return true;
     }
@@ -315,6 +317,44 @@ static bool row_to_half(const bd_cuda *cuda, bd_dtype dtype, const uint8_t *src,
         if (cuda->fp16) fits &= (dst[i] & 0x7c00u) != 0x7c00u;
     }
     return fits;
+}
+
+static bd_status out_of_range(bd_error *err) {
+    return bd_fail(err, BD_E_UNSUPPORTED, "dtype",
+                   "it has a value that fp16 cannot hold (beyond 65504); use --dtype bf16");
+}
+
+/* What upload left as bf16, into fp16. Waits, so that a fault is this tensor's. */
+static bd_status convert(bd_cuda *cuda, void *data, uint64_t count, bd_error *err) {
+    unsigned overflow = 0;
+    bd_status s = cuda_check(cuda, k_bf16_to_fp16(data, count, cuda->overflow, cuda->stream),
+                             "conversion to fp16", err);
+    if (s == BD_OK)
+        s = cuda_check(cuda,
+                       cudaMemcpyAsync(&overflow, cuda->overflow, sizeof overflow,
+                                       cudaMemcpyDeviceToHost, cuda->stream),
+                       "conversion to fp16", err);
+    if (s == BD_OK)
+        s = cuda_check(cuda, cudaStreamSynchronize(cuda->stream), "conversion to fp16", err);
+    if (s != BD_OK || !overflow) return s;
+    s = cuda_check(cuda, cudaMemsetAsync(cuda->overflow, 0, sizeof *cuda->overflow, cuda->stream),
+                   "conversion to fp16", err);
+    return s == BD_OK ? out_of_range(err) : s;
+}
+
+/* Rows [row, row + count) of the view into a pinned half. */
+static bool fill_half(const bd_cuda *cuda, const bd_weight_view *view, uint64_t row, uint64_t count,
+                      bool matrix, uint8_t *host) {
+    const size_t row_bytes = view->cols * (matrix ? 2u : 4u);
+    for (uint64_t i = 0; i < count; i++) {
+        const uint8_t *src = (const uint8_t *)view->data + (row + i) * view->row_stride_bytes;
+        void *to = host + i * row_bytes;
+        if (!matrix)
+            row_to_f32(view->dtype, src, view->cols, to);
+        else if (!row_to_half(cuda, view->dtype, src, view->cols, to))
+            return false;
+    }
+    return true;
 }
 
 /* rows x cols to the device through the pinned halves, as 16-bit (matrices) or float32 (vectors).
@@ -332,17 +372,7 @@ static bd_status upload(bd_cuda *cuda, void *dst, const bd_weight_view *view, bo
         bd_status s = cuda_staging_next(cuda, &cuda->base_staging, &half, err);
         if (s != BD_OK) return s;
         uint8_t *host = cuda->base_staging.host[half];
-        for (uint64_t i = 0; i < count; i++) {
-            const uint8_t *src = (const uint8_t *)view->data + (row + i) * view->row_stride_bytes;
-            if (matrix && !row_to_half(cuda, view->dtype, src, view->cols,
-                                       (uint16_t *)(void *)(host + i * row_bytes)))
-                return bd_fail(err, BD_E_UNSUPPORTED, "dtype",
-                               "row %llu has a value that fp16 cannot hold (beyond 65504); use "
-                               "--dtype bf16",
-                               (unsigned long long)(row + i));
-            if (!matrix)
-                row_to_f32(view->dtype, src, view->cols, (float *)(void *)(host + i * row_bytes));
-        }
+        if (!fill_half(cuda, view, row, count, matrix, host)) return out_of_range(err);
         uint8_t *to = (uint8_t *)dst + row * row_bytes;
         s = cuda_check(
             cuda,
@@ -353,7 +383,8 @@ static bd_status upload(bd_cuda *cuda, void *dst, const bd_weight_view *view, bo
                        "upload of weights", err);
         if (s != BD_OK) return s;
     }
-    return BD_OK;
+    if (!matrix || !cuda->fp16 || view->dtype != BD_DTYPE_BF16) return BD_OK;
+    return convert(cuda, dst, view->rows * view->cols, err);
 }
 
 bd_status cuda_weight_put(bd_backend *backend, bd_weight_id id, const bd_weight_view *view,
