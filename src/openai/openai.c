@@ -24,10 +24,10 @@ bd_status bd_openai_create(const bd_openai_options *options, bd_openai **out, bd
     openai->response_bytes_max =
         options->response_bytes_max > 0 ? options->response_bytes_max : (size_t)256 << 20;
     openai->prompts_max = options->prompts_max > 0 ? options->prompts_max : 1024;
-    const bd_served *base = bd_router_served_at(options->router, 0);
+    const bd_served *served = bd_router_served_at(options->router, 0);
     bd_status status = BD_OK;
-    if (base)
-        status = bd_chat_book_create(&openai->chats, base->dir, options->chat_template_path, err);
+    if (served)
+        status = bd_chat_book_create(&openai->chats, served->dir, options->chat_template_path, err);
     if (status != BD_OK) {
         bd_openai_destroy(openai);
         return status;
