@@ -57,7 +57,6 @@ static bd_dtype dtype_of(uint32_t option) {
 }
 
 static int plan_run(const bd_plan_options *o, bd_error *err) {
-    bd_log_level_set((bd_log_level)o->log_level);
     const bd_plan_request request = {.base_dir = o->base_path,
                                      .deltas_dir = o->deltas_dir,
                                      .backend = (bd_backend_choice)o->backend,
@@ -121,11 +120,34 @@ static int compress_run(const bd_compress_options *o, bd_error *err) {
     return exit_of(bd_compress_run(&request, stdout, stderr, err));
 }
 
+/* Help and version log nothing. */
+static bd_log_level log_level_of(const bd_invocation *invocation) {
+    switch (invocation->command) {
+    case BD_COMMAND_SERVE:
+        return (bd_log_level)invocation->serve.log_level;
+    case BD_COMMAND_COMPRESS:
+        return (bd_log_level)invocation->compress.log_level;
+    case BD_COMMAND_INSPECT:
+        return (bd_log_level)invocation->inspect.log_level;
+    case BD_COMMAND_GENERATE:
+        return (bd_log_level)invocation->generate.log_level;
+    case BD_COMMAND_TOKENIZE:
+        return (bd_log_level)invocation->tokenize.log_level;
+    case BD_COMMAND_PLAN:
+        return (bd_log_level)invocation->plan.log_level;
+    case BD_COMMAND_VERSION:
+    case BD_COMMAND_HELP:
+    case BD_COMMAND_COUNT:
+        break;
+    }
+    return BD_LOG_INFO;
+}
+
 static int run(const bd_invocation *invocation, bd_error *err) {
+    bd_log_level_set(log_level_of(invocation));
     switch (invocation->command) {
     case BD_COMMAND_SERVE: {
         bool wrong_usage;
-        bd_log_level_set((bd_log_level)invocation->serve.log_level);
         bd_status status = bd_serve_run(&invocation->serve, &wrong_usage, err);
         return wrong_usage ? EXIT_USAGE : exit_of(status);
     }
