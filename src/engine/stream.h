@@ -19,10 +19,10 @@ void bd_stream_learn(bd_step_times *times, uint32_t rows, uint64_t us);
 /* A step of so many rows takes at least about this; 0: nothing is known. */
 double bd_stream_step_us(const bd_step_times *times, uint32_t rows);
 
-/* Shares of the load and step times kept in reserve: with company in the step, and alone in it,
- * where nobody else waits for a layer that is late. */
+/* How the wait for a layer is stretched in the plan: a fifth to spare with company in the step;
+ * alone in it a layer may even come late by a little, as nobody else waits at the gate. */
 #define BD_STREAM_SPARE       1.2
-#define BD_STREAM_SPARE_ALONE 1.05
+#define BD_STREAM_SPARE_ALONE 0.95
 
 /* When a step of step_us may begin, so that each layer comes before it is needed: `spare` times the
  * wait for it is planned for. now_us or earlier: at once. Of a load without `early`, or one that
