@@ -51,6 +51,14 @@ if [ $quick = 0 ]; then
     say "build: clang with ThreadSanitizer"
     check build-tsan build_tree build-tsan -DCMAKE_C_COMPILER=clang -DBD_CUDA=off -DBD_SANITIZE=thread
     run_ctest build-tsan tsan 'base_(mailbox|pool|metrics)|tokenizer_threads|loader|cache|engine_[ks]|router|http'
+    say "build: arm64, run under emulation"
+    if arm64_ready; then
+        check build-arm64 build_arm64 build-arm64
+        check arm64-version qemu-aarch64-static -L .cache/arm64/root build-arm64/bitdelta --version
+        run_ctest build-arm64 arm64 "^test_($arm64_rooms)(_|$)"
+    else
+        skip arm64 "its compiler, emulator or libraries could not be installed"
+    fi
 fi
 
 say "result"
