@@ -93,6 +93,7 @@ static bool prompt_text(const bd_openai *openai, const bd_served *served, bd_are
     if (!bd_chat_book_get(openai->chats, served, &chat, err)) return false;
     bool ok = bd_chat_render(chat, &request->chat, arena, rendered, err);
     bd_chat_book_release(openai->chats, chat);
+    if (!ok && !err->param) err->param = "messages";
     request->prompt = (bd_text){rendered->data ? rendered->data : "", rendered->len_bytes};
     return ok;
 }
