@@ -60,7 +60,7 @@ arm64_ready() {
 
 # build_arm64 DIR: the server and the unit tests that compute or read bytes, less those that would take
 # minutes under emulation; what those cover the kernels' and the models' tests do too.
-arm64_rooms='base|hf|tokenizer|delta|backend_cpu_kernels|backend_cpu_rows|model'
+arm64_rooms='base|hf|tokenizer|delta|backend_cpu_(kernels|rows|step)|model_(arch|overlay|rope|vocab|weights)'
 build_arm64() {
     local dir=$1 launcher="" targets
     command -v ccache >/dev/null && launcher="-DCMAKE_C_COMPILER_LAUNCHER=ccache"
