@@ -332,6 +332,7 @@ static bd_status open_http(server *s, bd_error *err) {
                                      .body_bytes_max = o->max_body_bytes,
                                      .header_seconds = o->request_header_seconds,
                                      .health = health,
+                                     .chat_template = o->chat_template,
                                      .health_ctx = s};
     bd_status status = bd_http_server_create(&options, &s->http, err);
     free(keys);

@@ -145,6 +145,7 @@ bd_status bd_http_server_attach(bd_http_server *server, bd_router *router,
         .router = router,
         .base_fingerprint = base_fingerprint,
         .numerics = numerics,
+        .chat_template_path = server->options.chat_template,
         .response_bytes_max = server->options.response_bytes_max,
     };
     bd_openai *openai = NULL;

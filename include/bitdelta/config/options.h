@@ -84,6 +84,7 @@ typedef struct bd_serve_options {
     char *base_path; /* always given */
     char *base_name; /* NULL: the last part of base_path */
     char *deltas_dir;
+    char *chat_template; /* NULL: each model's own */
     bd_variant_list variants;
     char *listen;     /* "host:port", "[v6]:port"; port 0: any free one */
     char *admin;      /* the same, or "none" */
