@@ -196,3 +196,21 @@ def test_refused_template_is_named(tmp_path):
         running.find("filter 'center' is not supported")
     finally:
         assert running.stop() == 0
+
+
+def test_override_on_the_command_line(tmp_path):
+    """--chat-template wins over the models' own; one that cannot be used ends the start."""
+    override = tmp_path / "override.jinja"
+    override.write_text("{{ messages[0].content }}!")
+    running = start_server("--chat-template", str(override))
+    try:
+        for model in ("zen-mini", "zen-mini-sql"):
+            tokens = running.post("/tokenize", {"model": model, "messages": USER}).json()["tokens"]
+            assert tokens == running.post("/tokenize", {"prompt": "SELECT a!", "add_special_tokens": False}).json()["tokens"]
+    finally:
+        assert running.stop() == 0
+    override.write_text("{{ x | center }}")
+    broken = start_server("--chat-template", str(override), ready=False)
+    broken.find("filter 'center' is not supported")
+    assert broken.process.wait(30) == 1
+    broken.stop()
