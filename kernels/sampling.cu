@@ -52,11 +52,36 @@ __device__ best next_best(const float *l, int vocab, best limit, best *red) {
     return block_best(b, red);
 }
 
-// Number and mass of elements whose image is at least `key`.
+// f(value, index) for every element, 16 bytes a load where the row's place allows it.
+template <class F> __device__ __forceinline__ void sweep(const float *l, int n, F f) {
+    if (n % 4 == 0 && ((uintptr_t)l & 15) == 0) {
+        const float4 *v = (const float4 *)l;
+#pragma unroll 4
+        for (int i = threadIdx.x; i < n / 4; i += THREADS) {
+            const float4 x = v[i];
+            f(x.x, 4 * i), f(x.y, 4 * i + 1), f(x.z, 4 * i + 2), f(x.w, 4 * i + 3);
+        }
+    } else
+#pragma unroll 4
+        for (int i = threadIdx.x; i < n; i += THREADS) f(l[i], i);
+}
+
+// Number and mass of elements whose image is at least `key`. p NULL: the number alone.
 __device__ void above(const float *p, const float *l, int vocab, uint32_t key, float *red, float *count, float *mass) {
     float n = 0, sum = 0;
-    for (int i = threadIdx.x; i < vocab; i += THREADS)
-        if (ordered(l[i]) >= key) n += 1, sum += p ? p[i] : 0;
+    if (p && vocab % 4 == 0 && (((uintptr_t)l | (uintptr_t)p) & 15) == 0) {
+        const float4 *l4 = (const float4 *)l, *p4 = (const float4 *)p;
+#pragma unroll 4
+        for (int i = threadIdx.x; i < vocab / 4; i += THREADS) {
+            const float4 v = l4[i], m = p4[i];
+            const bool a = ordered(v.x) >= key, b = ordered(v.y) >= key, c = ordered(v.z) >= key, d = ordered(v.w) >= key;
+            n += (a ? 1.f : 0.f) + (b ? 1.f : 0.f) + (c ? 1.f : 0.f) + (d ? 1.f : 0.f);
+            sum += ((a ? m.x : 0.f) + (b ? m.y : 0.f)) + ((c ? m.z : 0.f) + (d ? m.w : 0.f));
+        }
+    } else
+        sweep(l, vocab, [&](float v, int i) {
+            if (ordered(v) >= key) n += 1, sum += p ? p[i] : 0;
+        });
     *count = block_sum(n, red);
     if (p) *mass = block_sum(sum, red);
 }
@@ -157,20 +182,6 @@ __device__ int draw(const float *p, int n, float uniform) {
     }
     __syncthreads();
     return chosen;
-}
-
-// f(value, index) for every element, 16 bytes a load where the row's place allows it.
-template <class F> __device__ __forceinline__ void sweep(const float *l, int n, F f) {
-    if (n % 4 == 0 && ((uintptr_t)l & 15) == 0) {
-        const float4 *v = (const float4 *)l;
-#pragma unroll 4
-        for (int i = threadIdx.x; i < n / 4; i += THREADS) {
-            const float4 x = v[i];
-            f(x.x, 4 * i), f(x.y, 4 * i + 1), f(x.z, 4 * i + 2), f(x.w, 4 * i + 3);
-        }
-    } else
-#pragma unroll 4
-        for (int i = threadIdx.x; i < n; i += THREADS) f(l[i], i);
 }
 
 constexpr int CANDIDATES = 4096, BUCKETS = 1024;

@@ -150,7 +150,7 @@ static void test_cuda_plan_needs_no_device(void **state) {
     const uint64_t before = number(text, "workspace_bytes");
     assert_int_equal(run(&request, text, sizeof text, &err), BD_OK);
     assert_true(number(text, "workspace_bytes") <= before);
-    request.device_bytes = 600ull << 20;
+    request.device_bytes = 900ull << 20;
     assert_int_equal(run(&request, text, sizeof text, &err), BD_OK);
     request.device_bytes = 520ull << 20;
     assert_int_equal(run(&request, text, sizeof text, &err), BD_E_LIMIT);

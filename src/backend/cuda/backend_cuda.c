@@ -9,6 +9,7 @@ bd_status cuda_check(bd_cuda *cuda, cudaError_t error, const char *what, bd_erro
      */
     bool passing = error == cudaErrorMemoryAllocation || error == cudaErrorInvalidValue;
     if (!passing && cuda) atomic_store(&cuda->lost, true);
+    (void)cudaGetLastError(); /* else the next launch would report it again */
     bd_status status = error == cudaErrorMemoryAllocation ? BD_E_MEMORY : BD_E_DEVICE;
     return bd_fail(err, status, what, "CUDA error %d: %s", (int)error, cudaGetErrorString(error));
 }
