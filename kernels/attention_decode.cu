@@ -111,6 +111,7 @@ template <int D> __device__ __forceinline__ float merged(const float *from, size
     return v;
 }
 
+// Long, since the ring, the two merges and the counter share its registers and barriers.
 template <typename T, int D> __global__ void __launch_bounds__(WARPS * 32) decode_kernel(const __grid_constant__ k_attention_args a) {
     using Z = Sizes<D>;
     extern __shared__ __align__(16) uint8_t shared[];
@@ -231,6 +232,10 @@ template <typename T> cudaError_t choose(const k_attention_args *a, cudaStream_t
 
 extern "C" bool k_attention_fast(int32_t d) {
     return d == 64 || d == 80 || d == 96 || d == 128 || d == 256;
+}
+
+extern "C" uint32_t k_attention_shared_bytes(int32_t d) {
+    return d <= 64 ? Sizes<64>::SHARED : d <= 80 ? Sizes<80>::SHARED : d <= 96 ? Sizes<96>::SHARED : d <= 128 ? Sizes<128>::SHARED : Sizes<256>::SHARED;
 }
 
 extern "C" cudaError_t k_attention_decode(const k_attention_args *a, cudaStream_t stream) {

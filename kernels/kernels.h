@@ -216,6 +216,7 @@ static inline uint32_t k_attention_box(int32_t head_dim, int32_t block_tokens) {
 /* head_dim 64, 80, 96, 128, 256: the rows of decode_rows. */
 cudaError_t k_attention_decode(const k_attention_args *args, cudaStream_t stream);
 bool k_attention_fast(int32_t head_dim);
+uint32_t k_attention_shared_bytes(int32_t head_dim); /* what a block of k_attention_decode takes */
 /* Keys that one part of a sequence of `tokens` keys takes, and how many parts that makes: a function of the length alone, so
  * that a sequence's result does not depend on its batch. */
 K_BOTH_SIDES static inline int32_t k_attention_part(int32_t tokens) {

@@ -17,7 +17,7 @@ typedef struct bd_model_options {
     bd_kernels kernels;      /* likewise, and the three below */
     bd_dtype dtype;
     uint64_t device_bytes;
-    bool no_recording; /* steps are launched operator by operator */
+    bool no_recording;      /* steps are launched operator by operator */
     uint32_t max_model_len; /* 0: config's max_positions; more than that is refused */
     uint32_t rows_max, seqs_max, logits_rows_max;
     uint32_t kv_block_tokens;

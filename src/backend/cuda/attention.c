@@ -45,8 +45,10 @@ bool cuda_attention_open(bd_cuda *cuda) {
     if (o->kernels == BD_KERNELS_PLAIN || !k_attention_fast(dim) ||
         cudaMemset(a->counters, 0, counters) != cudaSuccess)
         return false;
+    int major = 0, shared_bytes = 0;
+    cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, cuda->device);
+    if ((uint32_t)shared_bytes < k_attention_shared_bytes(dim)) return false;
     a->decode = true;
-    int major = 0;
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, cuda->device);
     a->overlap = major >= 9;
     a->kv = calloc(cuda->shape.layers, sizeof *a->kv);
