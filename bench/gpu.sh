@@ -14,9 +14,10 @@ head_lines() { # COMMAND...
     echo "# $*"
     echo "# $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -1), commit ${BD_COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}, $(date -u +%F)"
 }
-keep() { # FILE COMMAND...: output to the file and the terminal
-    local file=$out/$1; shift
-    { head_lines "$@"; "$@"; } 2>&1 | tee "$file"
+keep() { # FILE COMMAND...: output to the file and the terminal; of a .csv without what goes to stderr
+    local file=$out/$1 log=/dev/stdout; shift
+    [[ $file == *.csv ]] && log=/dev/stderr
+    { head_lines "$@"; "$@" 2>$log; } | tee "$file"
     local status=${PIPESTATUS[0]}
     return "$status"
 }
