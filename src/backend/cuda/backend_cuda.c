@@ -5,9 +5,12 @@
 
 bd_status cuda_check(bd_cuda *cuda, cudaError_t error, const char *what, bd_error *err) {
     if (error == cudaSuccess) return BD_OK;
-    /* Running out of memory or a bad argument leaves the context usable; anything else is sticky.
-     */
-    bool passing = error == cudaErrorMemoryAllocation || error == cudaErrorInvalidValue;
+    /* Running out of memory, a bad argument and a failed recording leave the context usable;
+     * anything else is sticky. */
+    const bool recording =
+        error >= cudaErrorStreamCaptureUnsupported && error <= cudaErrorStreamCaptureWrongThread;
+    const bool passing =
+        error == cudaErrorMemoryAllocation || error == cudaErrorInvalidValue || recording;
     if (!passing && cuda) atomic_store(&cuda->lost, true);
     (void)cudaGetLastError(); /* else the next launch would report it again */
     bd_status status = error == cudaErrorMemoryAllocation ? BD_E_MEMORY : BD_E_DEVICE;

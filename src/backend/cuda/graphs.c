@@ -174,6 +174,8 @@ static bd_status record_all(bd_cuda *cuda, const blank *b, bd_backend_forward fo
 }
 
 bd_status cuda_record(bd_backend *backend, bd_backend_forward forward, void *ctx, bd_error *err) {
+    bd_error fault;
+    if (!err) err = &fault;
     bd_cuda *cuda = cuda_of(backend);
     blank b = {0};
     uint32_t count = 0;
@@ -193,6 +195,11 @@ bd_status cuda_record(bd_backend *backend, bd_backend_forward forward, void *ctx
         free(graphs);
     free(b.blocks);
     free(b.linears);
+    if (s != BD_OK && !atomic_load(&cuda->lost)) { /* slower, not wrong */
+        bd_log_error("cuda", "steps are launched without recordings", err);
+        cuda_graphs_close(cuda);
+        return BD_OK;
+    }
     if (s != BD_OK) return s;
     bd_log(BD_LOG_INFO, "cuda", "recorded steps=%u ms=%llu", count,
            (unsigned long long)((bd_now_us() - start_us) / 1000u));
@@ -205,4 +212,6 @@ void cuda_graphs_close(bd_cuda *cuda) {
             if (cuda->graphs[i][v].exec) cudaGraphExecDestroy(cuda->graphs[i][v].exec);
     free(cuda->graphs);
     free(cuda->padded);
+    cuda->graphs = NULL;
+    cuda->padded = NULL;
 }
