@@ -1,13 +1,14 @@
-/* gpu_linear.c - one layer's four fused linears (qkv, o, gate+up, down): the BitDelta kernels
- * against cuBLASLt on the base alone.
+/* gpu_linear.c - a layer's four fused linears (qkv, o, gate+up, down): the BitDelta kernels against
+ * cuBLASLt on the base alone.
  *
- *   bench_gpu_linear [rounds] > table.csv       needs an sm_90 device; shapes 8B, 70B on 1, 2 and 8
- * ranks
+ *   bench_gpu_linear [rounds] [shape] [rows,rows,..] [variants,variants,..] > table.csv
  *
- * Every figure is a CUDA-graph replay on cold weights (rotated past the L2 cache), random data,
- * both sides replayed in turn in the same round; the median of the rounds. cuBLASLt: the fastest of
- * its 8 heuristics. The planes of decode are counted. Columns: shape, rows, variants, base_us,
- * bitdelta_us, ratio, bound (bytes or arithmetic: 1 + V/16 in decode, 1 in prefill). */
+ * needs an sm_90 device; shapes 8B, 70B on 1, 2 and 8 ranks. Every figure is a CUDA-graph replay on
+ * cold weights (rotated past the L2 cache), random data, both sides replayed in turn in the same
+ * round; the median of the rounds. cuBLASLt: the fastest of its 8 heuristics. Ours: what the
+ * backend would launch, the bit planes of x included. Rows are dealt evenly to the variants.
+ * Columns: shape, matrix ("layer": the sum), rows, variants, base_us, bitdelta_us, ratio, bound
+ * (bytes or arithmetic: 1 + V/16 in decode, 1 in prefill), kernel. */
 #include <cublasLt.h>
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -26,7 +27,7 @@
         }                                                                                          \
     } while (0)
 
-enum { VARIANTS_MAX = 14, ROUNDS_MAX = 101, ALGORITHMS = 8 };
+enum { VARIANTS_MAX = 14, ROUNDS_MAX = 101, ALGORITHMS = 8, TICKETS = 64 };
 #define COLD_BYTES (240u << 20)
 
 typedef struct shape {
@@ -139,17 +140,16 @@ static void matrix_free(matrix *m) {
 
 typedef struct work { /* one (rows, variants) of one matrix */
     matrix *m;
-    int rows, variants, tok, split, nb;
+    int rows, variants;
+    int tok, split; /* tok 0: the decode kernel, in chunks */
     const void *x;
     void *y;
     k_gemm_tile *tiles;
     int tile_count;
     int32_t *columns, *slot;
     uint8_t *planes;
-    float *plane_scale;
-    int32_t *plane_sum;
     unsigned long long *workspace;
-    unsigned *tickets;
+    unsigned *tickets; /* [TICKETS] */
 } work;
 
 static void run_base(const work *w, int i) {
@@ -160,33 +160,49 @@ static void run_base(const work *w, int i) {
                          lt_workspace, 64 << 20, stream));
 }
 
+static int variant_of(const work *w, int row) {
+    return w->variants ? (int)((long long)row * w->variants / w->rows) : 0;
+}
+
+static unsigned turn; /* of the tickets */
+
+static void run_decode(const work *w, int i) {
+    matrix *m = w->m;
+    for (int first = 0; first < w->rows; first += K_DECODE_ROWS) {
+        const int rows = w->rows - first < K_DECODE_ROWS ? w->rows - first : K_DECODE_ROWS;
+        const int lowest = variant_of(w, first);
+        const uint8_t *x = (const uint8_t *)w->x + (size_t)first * (size_t)m->k * 2;
+        const int tokens = k_decode_tokens(rows);
+        if (w->variants && tokens > 16)
+            CHECK(k_planes(w->planes, x, rows, m->k, false, true, stream));
+        const k_decode_args args = {
+            .w = map_make(m->w[i % m->copies], (size_t)m->n, (size_t)m->k, 128),
+            .x = map_make(w->x, (size_t)w->rows, (size_t)m->k, (unsigned)tokens),
+            .w_data = m->w[i % m->copies],
+            .x_data = x,
+            .first_row = first,
+            .planes = w->planes,
+            .overlays = m->overlays,
+            .columns = w->columns + lowest,
+            .slot = w->slot + first,
+            .y = (uint8_t *)w->y + (size_t)first * (size_t)m->n * 2,
+            .workspace = w->workspace,
+            .ticket = w->tickets + turn++ % TICKETS,
+            .rows = rows,
+            .n = m->n,
+            .k = m->k,
+            .variants = w->variants ? variant_of(w, first + rows - 1) - lowest + 1 : 0,
+            .sm_count = sms,
+            .pdl = 1};
+        CHECK(k_decode(&args, stream));
+    }
+}
+
 static void run_bitdelta(const work *w, int i) {
     matrix *m = w->m;
     const void *data = m->w[i % m->copies];
-    if (w->nb) {
-        if (w->variants)
-            CHECK(k_planes_bf16(w->planes, w->plane_scale, w->plane_sum, w->x, w->rows, m->k, w->nb,
-                                stream));
-        const k_decode_args args = {
-            .w = map_make(data, (size_t)m->n, (size_t)m->k, 128),
-            .x = map_make(w->x, (size_t)w->rows, (size_t)m->k, w->nb == 16 ? 16 : 8),
-            .w_data = data,
-            .planes = w->planes,
-            .scale = w->plane_scale,
-            .sum = w->plane_sum,
-            .overlays = m->overlays,
-            .columns = w->columns,
-            .slot = w->slot,
-            .y = w->y,
-            .workspace = w->workspace,
-            .ticket = w->tickets + i % 64,
-            .rows = w->rows,
-            .n = m->n,
-            .k = m->k,
-            .variants = w->variants,
-            .sm_count = sms,
-            .pdl = w->variants > 0};
-        CHECK(k_decode_bf16(&args, w->nb, stream));
+    if (w->tok == 0) {
+        run_decode(w, i);
         return;
     }
     const k_gemm_args args = {
@@ -201,11 +217,9 @@ static void run_bitdelta(const work *w, int i) {
         .n = m->n,
         .k = m->k,
         .group = 8,
+        .pdl = 1,
         .sm_count = sms};
-    if (w->tok == 256 && w->split == 1)
-        CHECK(k_gemm_waves_bf16(&args, w->variants > 0, stream));
-    else
-        CHECK(k_gemm_bf16(&args, w->tok, w->split, w->variants > 0, stream));
+    CHECK(k_gemm(&args, w->tok, w->split, w->variants > 0, stream));
 }
 
 static cudaGraphExec_t graph_make(void (*run)(const work *, int), const work *w, int count) {
@@ -286,48 +300,118 @@ static void base_prepare(work *w) {
 
 static void tiles_fill(work *w) {
     k_gemm_tile *tiles = malloc(((size_t)w->rows + 16) * sizeof *tiles);
-    const int segments = w->variants ? w->variants : 1;
     w->tile_count = 0;
-    for (int s = 0; s < segments; s++) {
-        const int first = (int)((long long)w->rows * s / segments),
-                  end = (int)((long long)w->rows * (s + 1) / segments);
-        for (int m = first; m < end; m += w->tok)
-            tiles[w->tile_count++] =
-                (k_gemm_tile){m, m + w->tok < end ? m + w->tok : end, w->variants ? s : -1, 0};
+    for (int m = 0; m < w->rows;) {
+        int end = m + 1;
+        while (end < w->rows && end - m < w->tok && variant_of(w, end) == variant_of(w, m))
+            end++;
+        tiles[w->tile_count++] = (k_gemm_tile){m, end, w->variants ? variant_of(w, m) : -1, 0};
+        m = end;
     }
     CHECK(
         cudaMemcpy(w->tiles, tiles, (size_t)w->tile_count * sizeof *tiles, cudaMemcpyHostToDevice));
     free(tiles);
 }
 
-/* The fastest (tok, split) of the prefill kernel, as the base gets the fastest of its algorithms.
- */
-static void bitdelta_prepare(work *w) {
-    if (w->nb) return;
-    static const int choices[][2] = {{256, 1}, {256, 2}, {256, 4}, {128, 1},
-                                     {128, 2}, {64, 1},  {64, 2}};
-    float least = 1e30f;
+static const int choices[][2] = {{0, 1},   {256, 1}, {256, 2}, {256, 4},
+                                 {128, 1}, {128, 2}, {64, 1},  {64, 2}};
+enum { CHOICES = sizeof choices / sizeof *choices };
+
+/* Sets the choice; false: it does not apply. */
+static bool choice_set(work *w, int choice) {
+    w->tok = choices[choice][0], w->split = choices[choice][1];
+    if (w->tok == 0) return w->rows <= 256;
+    if (w->rows <= 16 || w->m->k % (256 * w->split)) return false;
+    tiles_fill(w);
+    return true;
+}
+
+static double choice_cost(const work *w) {
+    if (w->tok) return k_gemm_cost(w->m->n, w->m->k, w->tok, w->split, w->tile_count, sms);
+    double cost = 0;
+    for (int first = 0; first < w->rows; first += K_DECODE_ROWS) {
+        const int last = first + K_DECODE_ROWS < w->rows ? first + K_DECODE_ROWS - 1 : w->rows - 1;
+        cost += k_decode_cost(w->m->n, w->m->k, last - first + 1,
+                              variant_of(w, last) - variant_of(w, first) + 1, sms);
+    }
+    return cost;
+}
+
+/* What the backend would choose. */
+static void choose(work *w) {
+    double least = 1e300;
     int best = 0;
-    const int count = w->m->copies < 8 ? 8 : w->m->copies;
-    for (int c = 0; c < 7; c++) {
-        if (w->m->k % (256 * choices[c][1])) continue;
-        w->tok = choices[c][0], w->split = choices[c][1];
-        tiles_fill(w);
-        cudaGraphExec_t exec = graph_make(run_bitdelta, w, count);
+    for (int c = 0; c < CHOICES; c++) {
+        if (!choice_set(w, c)) continue;
+        const double cost = choice_cost(w);
+        if (cost < least * 0.999) least = cost, best = c;
+    }
+    choice_set(w, best);
+}
+
+static void choices_print(work w) {
+    for (int c = 0; c < CHOICES; c++) {
+        if (!choice_set(&w, c)) continue;
+        const int count = w.m->copies < 8 ? 8 : w.m->copies;
+        cudaGraphExec_t exec = graph_make(run_bitdelta, &w, count);
         float us[3];
         for (int r = 0; r < 3; r++)
             us[r] = replay_us(exec, count);
         CHECK(cudaGraphExecDestroy(exec));
-        const float mid = median(us, 3);
-        if (mid < least) least = mid, best = c;
+        fprintf(stderr, "%d x %d rows %d variants %d: tok %d split %d: %.1f us, cost %.1f\n",
+                w.m->n, w.m->k, w.rows, w.variants, w.tok, w.split, (double)median(us, 3),
+                choice_cost(&w));
     }
-    w->tok = choices[best][0], w->split = choices[best][1];
-    tiles_fill(w);
+}
+
+static void report(const char *model, const char *name, const work *w, float base, float delta,
+                   const char *kernel) {
+    printf("%s,%s,%d,%d,%.1f,%.1f,%.3f,%.3f,%s\n", model, name, w->rows, w->variants, (double)base,
+           (double)delta, (double)(delta / base), w->rows <= 64 ? 1 + w->variants / 16.0 : 1.0,
+           kernel);
+    fflush(stdout);
+}
+
+static void measure(work w, const char *model, matrix *m, int rounds) {
+    static const char *const names[4] = {"qkv", "o", "gate_up", "down"};
+    float base_sum = 0, delta_sum = 0;
+    int32_t slot[256];
+    for (int t = 0; t < w.rows && t < 256; t++)
+        slot[t] = variant_of(&w, t) - variant_of(&w, t / K_DECODE_ROWS * K_DECODE_ROWS);
+    CHECK(cudaMemcpy(w.slot, slot, sizeof slot, cudaMemcpyHostToDevice));
+    for (int i = 0; i < 4; i++) {
+        w.m = &m[i];
+        if (getenv("BENCH_CHOICES")) choices_print(w);
+        choose(&w);
+        const int count = m[i].copies < 8 ? 8 : m[i].copies;
+        cudaGraphExec_t a = graph_make(run_base, &w, count),
+                        b = graph_make(run_bitdelta, &w, count);
+        float base_us[ROUNDS_MAX], delta_us[ROUNDS_MAX];
+        replay_us(a, count), replay_us(b, count);
+        for (int n = 0; n < rounds; n++)
+            base_us[n] = replay_us(a, count), delta_us[n] = replay_us(b, count);
+        CHECK(cudaGraphExecDestroy(a));
+        CHECK(cudaGraphExecDestroy(b));
+        const float base = median(base_us, rounds), delta = median(delta_us, rounds);
+        char kernel[32] = "decode";
+        if (w.tok) snprintf(kernel, sizeof kernel, "gemm %d/%d", w.tok, w.split);
+        report(model, names[i], &w, base, delta, kernel);
+        base_sum += base, delta_sum += delta;
+    }
+    report(model, "layer", &w, base_sum, delta_sum, "");
+}
+
+/* Whether text, a list with commas or NULL for anything, names value. */
+static bool listed(const char *text, int value) {
+    for (const char *at = text; at; at = strchr(at, ',') ? strchr(at, ',') + 1 : NULL)
+        if (atoi(at) == value) return true;
+    return !text;
 }
 
 int main(int argc, char **argv) {
     const int rounds = argc > 1 ? atoi(argv[1]) : 7;
-    const char *only = argc > 2 ? argv[2] : NULL;
+    const char *only = argc > 2 ? argv[2] : NULL, *only_rows = argc > 3 ? argv[3] : NULL,
+               *only_variants = argc > 4 ? argv[4] : NULL;
     if (rounds < 1 || rounds > ROUNDS_MAX) return 2;
     CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
     CHECK(cudaStreamCreate(&stream));
@@ -337,63 +421,38 @@ int main(int argc, char **argv) {
                      variants[] = {1, 2, 4, 8, 14};
     work w = {0};
     CHECK(cudaMalloc((void **)&w.tiles, 8192 * sizeof *w.tiles));
-    int32_t columns[16], slot[16];
+    int32_t columns[16];
     for (int i = 0; i < 16; i++)
         columns[i] = i;
     CHECK(cudaMalloc((void **)&w.columns, sizeof columns));
     CHECK(cudaMemcpy(w.columns, columns, sizeof columns, cudaMemcpyHostToDevice));
-    CHECK(cudaMalloc((void **)&w.slot, sizeof slot));
-    CHECK(cudaMalloc((void **)&w.planes, 28672 / 256 * 16 * 512));
-    CHECK(cudaMalloc((void **)&w.plane_scale, 64));
-    CHECK(cudaMalloc((void **)&w.plane_sum, 64));
+    CHECK(cudaMalloc((void **)&w.slot, 256 * 4));
+    CHECK(cudaMalloc((void **)&w.planes, k_planes_bytes(K_DECODE_ROWS, 28672)));
     CHECK(cudaMalloc((void **)&w.workspace, k_decode_workspace_bytes(sms)));
     CHECK(cudaMemset(w.workspace, 0, k_decode_workspace_bytes(sms)));
-    CHECK(cudaMalloc((void **)&w.tickets, 256));
-    CHECK(cudaMemset(w.tickets, 0, 256));
-    void *x = device_bf16((size_t)4096 * 28672, 0), *y;
-    CHECK(cudaMalloc(&y, (size_t)4096 * 57344 * 2));
-    printf("shape,rows,variants,base_us,bitdelta_us,ratio,bound\n");
+    CHECK(cudaMalloc((void **)&w.tickets, TICKETS * 4));
+    CHECK(cudaMemset(w.tickets, 0, TICKETS * 4));
+    w.x = device_bf16((size_t)4096 * 28672, 0);
+    CHECK(cudaMalloc(&w.y, (size_t)4096 * 57344 * 2));
+    printf("shape,matrix,rows,variants,base_us,bitdelta_us,ratio,bound,kernel\n");
     for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++) {
-        if (only && strcmp(only, shapes[s].name) != 0) continue;
+        if (only && *only && strcmp(only, shapes[s].name) != 0) continue;
         matrix m[4];
         for (int i = 0; i < 4; i++)
             m[i] = matrix_make(shapes[s].n[i], shapes[s].k[i]);
         for (size_t r = 0; r < sizeof rows / sizeof *rows; r++) {
+            if (!listed(only_rows, rows[r])) continue;
+            w.rows = rows[r];
             for (int i = 0; i < 4; i++) {
-                work base = {.m = &m[i], .rows = rows[r], .x = x, .y = y};
+                work base = w;
+                base.m = &m[i];
                 base_prepare(&base);
             }
             for (size_t v = 0; v < sizeof variants / sizeof *variants; v++) {
-                if (variants[v] > rows[r] ||
-                    (rows[r] > 16 && rows[r] < 1024 && variants[v] != 1 && variants[v] != 8))
-                    continue;
-                if (rows[r] >= 1024 && variants[v] != 1 && variants[v] != 8) continue;
-                float base_sum = 0, delta_sum = 0;
-                for (int i = 0; i < 4; i++) {
-                    work this = w;
-                    this.m = &m[i], this.rows = rows[r], this.variants = variants[v], this.x = x,
-                    this.y = y;
-                    for (this.nb = rows[r] <= 16; this.nb && this.nb < rows[r];)
-                        this.nb *= 2;
-                    for (int t = 0; t < 16; t++)
-                        slot[t] = t % variants[v];
-                    CHECK(cudaMemcpy(w.slot, slot, sizeof slot, cudaMemcpyHostToDevice));
-                    bitdelta_prepare(&this);
-                    const int count = m[i].copies < 8 ? 8 : m[i].copies;
-                    cudaGraphExec_t a = graph_make(run_base, &this, count),
-                                    b = graph_make(run_bitdelta, &this, count);
-                    float base_us[ROUNDS_MAX], delta_us[ROUNDS_MAX];
-                    replay_us(a, count), replay_us(b, count);
-                    for (int n = 0; n < rounds; n++)
-                        base_us[n] = replay_us(a, count), delta_us[n] = replay_us(b, count);
-                    base_sum += median(base_us, rounds), delta_sum += median(delta_us, rounds);
-                    CHECK(cudaGraphExecDestroy(a));
-                    CHECK(cudaGraphExecDestroy(b));
-                }
-                printf("%s,%d,%d,%.1f,%.1f,%.3f,%.3f\n", shapes[s].name, rows[r], variants[v],
-                       (double)base_sum, (double)delta_sum, (double)(delta_sum / base_sum),
-                       rows[r] <= 64 ? 1 + variants[v] / 16.0 : 1.0);
-                fflush(stdout);
+                if (variants[v] > rows[r] || !listed(only_variants, variants[v])) continue;
+                if (rows[r] > 64 && variants[v] != 1 && variants[v] != 8) continue;
+                w.variants = variants[v];
+                measure(w, shapes[s].name, m, rounds);
             }
         }
         for (int i = 0; i < 4; i++)

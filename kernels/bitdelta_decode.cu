@@ -1,17 +1,24 @@
-// bitdelta_decode.cu - decode: the base product on tensor cores plus an exact integer delta on the binary tensor cores (sm_90a).
+// bitdelta_decode.cu - few tokens: the base product on tensor cores plus an exact integer delta on the binary tensor cores (sm_90a).
 //
-//   Y[m][n] = bias[n] + sum_k x[m][k] W[n][k] + scale_v[n] s[m] (sum_k xq[m][k] - 2 sum_p 2^p popc(neg_v[n] & plane_p[m]))
+//   Y[m][n] = bias[n] + sum_k x[m][k] W[n][k] + scale_v[n] sum_b s[m][b] (sum_k xq[m][k] - 2 sum_p 2^p popc(neg_v[n] & plane_p[m]))
 //
-// xq = round(x / s), s = max|x| / 32767, as 16 two's-complement bit planes (plane 15 counts negative); neg = sign chunks of
-// repack.cu (1 = minus). The delta is exact but for the 16-bit rounding of x, about 3e-5 of it.
-// Shapes:  rows <= NB <= NT tokens (NT = 8 or 16 columns of the base product) over V <= 16 variants (ONE: V = 1; NONE: the base
-//          alone, no planes); W [n][k], x [rows][k], Y [rows][n] bf16; k % 256 == 0, k <= 65536 (int32 plane sums).
+// b runs over the K256 blocks, k over a block; xq = round(x / s) as 16 two's-complement bit planes (plane 15 counts negative,
+// planes.cuh); neg = sign chunks of repack.cu (1 = minus). The delta is exact but for the 16-bit rounding of x, about 3e-5 of it.
+// Shapes:  up to NT tokens (8, 16, 32 or 64 columns of the base product) over V <= 16 slots (V = 0: the base alone). A slot is a
+//          variant; slots do not fall along the rows. W [n][k], x [rows][k], Y [rows][n] bf16 or fp16; k % 256 == 0, k <= 65536.
 // Tile:    128 W rows x NT tokens; a unit is one K256 step of one tile. The n/128 * k/256 units are dealt contiguously to the grid, so
-//          every CTA streams the same number of bytes. Splits depend on (n, k, grid) only: a row's result does not depend on its batch.
-// Mapping: warpgroups 0, 1 = 64 rows each. Warp 8 streams W and x, warp 9 the sign chunks (lane v = variant v) and the planes.
-// Memory:  ring 1: stages of W 128x64 + x NTx64 (128-byte swizzle); ring 2: frames of V sign chunks + NB x 512 bytes of planes.
-// Split tiles: the CTA that holds the head of a tile owns it. The CTAs after it send their float32 partials as 64-bit words {1, value}
-//          (value and flag in one store: no fence, no counter); the owner polls them, adds them in K order, clears the words.
+//          every CTA streams the same number of bytes. Splits depend on (n, k, grid) only and a row's sums on nothing but the row: its
+//          result does not depend on its batch, bitwise.
+// Mapping: warpgroups 0, 1 = 64 W rows each. Warp 8 streams W, warp 9 the sign chunks (lane v = slot v). NT <= 16 (OWN): warps 10 .. 15
+//          read x and make its planes here, so nothing but x has to be there; else warp 10 streams x, warp 11 the planes of k_planes.
+//          Only x and the planes wait for the kernel before this one; W and the signs of the first units are on their way by then.
+// Memory:  ring 1: stages of W 128x64 (+ x NTx64 unless OWN; 128-byte swizzle); ring 2: sign chunks, 4 KB each, in slot order;
+//          ring 3: pieces: planes of 16 (OWN: NT) tokens of a unit with their scales and sums (OWN: x of the unit before them).
+// Order:   per unit 4 x (4 wgmma of a K64) and then groups of 4 tokens, a binary wgmma each (V = 1: one for the four). One group is
+//          in flight while the one before it is folded: plane sums are added over the quad so that lane q of it keeps token 4g + q.
+// Split tiles: the CTA that holds the head of a tile owns it, and adds the float32 partials of the CTAs after it in K order. NT <= 16:
+//          they come as 64-bit words {1, value} (value and flag in one store: no fence, no counter); the owner polls them and clears
+//          them. NT > 16: they lie in the workspace behind a flag each; the owner's copies go through the stages, free by then.
 //          A CTA's range follows from a ticket it draws when it starts, later ranges first: an owner only waits for CTAs that are
 //          already running, whatever order the hardware starts blocks in, so it cannot hang.
 #include "planes.cuh"
@@ -20,7 +27,19 @@
 
 namespace {
 
-constexpr int W_BYTES = 128 * 64 * 2, SIGN_BYTES = 4096, MAX_RING = 16;
+constexpr int W_BYTES = 128 * 64 * 2, SIGN_BYTES = 4096, MAX_RING = 16, SLOTS_MAX = 16;
+constexpr int BUDGET = 225 * 1024;
+
+template <int NT> struct Shape {
+  static constexpr bool OWN = NT <= 16;
+  static constexpr int THREADS = OWN ? 512 : 384, MAKERS = 6;  // OWN: warps that make planes
+  static constexpr int REGS = OWN ? 168 : 208;                 // of the products' warpgroups; 88 of the others
+  static constexpr int GROUPS = NT / 4, PIECE_TOKENS = OWN ? NT : 16, PIECES = NT / PIECE_TOKENS;  // pieces of a unit
+  static constexpr int STAGE = W_BYTES + (OWN ? 0 : NT * 128);
+  static constexpr int PLANES_OFF = OWN ? NT * 512 : 0, META_OFF = PLANES_OFF + PIECE_TOKENS * PLANE_BYTES;
+  static constexpr int PIECE_LOAD = PIECE_TOKENS * (PLANE_BYTES + 8), PIECE = (META_OFF + PIECE_TOKENS * 8 + 1023) & ~1023;
+  static constexpr int PARTIAL = NT * 512;  // bytes of a CTA's accumulators
+};
 
 __device__ __forceinline__ void store_word(unsigned long long* p, u64 v) { asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 __device__ __forceinline__ u64 load_word(const unsigned long long* p) {
@@ -28,14 +47,31 @@ __device__ __forceinline__ u64 load_word(const unsigned long long* p) {
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
-
-// One block of 256 threads a row and share of the K256 blocks (planes.cuh).
-__global__ void __launch_bounds__(256) planes_kernel(uint8_t* planes, float* scale, int* sum, const uint16_t* x, int rows, int k, int nb) {
-  pdl_launch();
-  make_planes(planes, scale, sum, x + (size_t)blockIdx.x * k, blockIdx.x, (int)blockIdx.x < rows, k, nb);
+__device__ __forceinline__ void lds_meta(u32 addr_s, float& scale, int& sum) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=f"(scale), "=r"(sum) : "r"(addr_s) : "memory");
 }
 
-enum Mode { NONE, ONE, MANY };  // variants in the batch
+template <typename T> __device__ __forceinline__ float to_float(uint16_t bits);
+template <> __device__ __forceinline__ float to_float<__nv_bfloat16>(uint16_t bits) { return bf16_float(bits); }
+template <> __device__ __forceinline__ float to_float<__half>(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
+
+// One warp a (row, K256 block); planes[k / 256][ceil(rows / 16)][16 x (512 + 8) bytes]: planes of 16 rows, then their scales and sums.
+template <typename T> __global__ void __launch_bounds__(256) planes_kernel(uint8_t* planes, const uint16_t* x, int rows, int k) {
+  const int lane = threadIdx.x % 32, blocks = k / 256, at = blockIdx.x * 8 + threadIdx.x / 32;
+  pdl_launch();
+  pdl_wait();
+  if (at >= rows * blocks) return;
+  const int m = at / blocks, b = at % blocks;
+  const uint16_t* from = x + (size_t)m * k + b * 256 + 128 * (lane / 16) + 64 * (lane % 16 / 8) + lane % 8;
+  float v[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) v[i] = to_float<T>(from[8 * i]);
+  u32 bytes[4];
+  const plane_meta meta = make_planes(bytes, v);
+  uint8_t* piece = planes + ((size_t)b * ((rows + 15) / 16) + m / 16) * (16 * (PLANE_BYTES + 8));
+  store_planes(piece + (m % 16) * PLANE_BYTES, bytes, lane);
+  if (lane == 0) ((plane_meta*)(piece + 16 * PLANE_BYTES))[m % 16] = meta;
+}
 
 // Overlay of a slot with a sign plane for this linear, or null.
 __device__ __forceinline__ const k_overlay_linear* slot_overlay(const k_decode_args& a, int slot) {
@@ -43,214 +79,397 @@ __device__ __forceinline__ const k_overlay_linear* slot_overlay(const k_decode_a
   return o && o->plane_count > 0 ? o : nullptr;
 }
 
+struct Ring {  // a position in a ring of `size` places
+  int at;
+  u32 phase;
+  __device__ __forceinline__ void next(int size) {
+    if (++at == size) at = 0, phase ^= 1;
+  }
+};
+
+// OWN: x rows of unit blocks -> the swizzled B operand, and from there the planes. Each of the warps makes every MAKERS-th row.
+template <typename T, int NT, bool DELTA>
+__device__ __forceinline__ void make_pieces(const k_decode_args& a, uint8_t* pieces, u32 pfull, u32 pempty, int u0, int u1, int warp, int lane) {
+  typedef Shape<NT> S;
+  constexpr int MINE = (NT + S::MAKERS - 1) / S::MAKERS;
+  const int per_tile = a.k / 256;
+  const uint16_t* x = (const uint16_t*)a.x_data + lane * 8;
+  pdl_wait();
+  Ring r = {0, 1};
+  for (int u = u0; u < u1; u++, r.next(a.pieces)) {
+    uint4 in[MINE];
+#pragma unroll
+    for (int i = 0; i < MINE; i++)
+      if (warp + i * S::MAKERS < a.rows) in[i] = __ldcg((const uint4*)(x + (size_t)(warp + i * S::MAKERS) * a.k + (u % per_tile) * 256));
+    mbar_wait(pempty + 8 * r.at, r.phase);
+    uint8_t* piece = pieces + r.at * S::PIECE;
+#pragma unroll
+    for (int i = 0; i < MINE; i++) {
+      const int t = warp + i * S::MAKERS;
+      if (t < a.rows) *(uint4*)(piece + (lane / 8) * (NT * 128) + t * 128 + (((lane & 7) ^ (t & 7)) << 4)) = in[i];
+    }
+    __syncwarp();
+    if (DELTA) {
+      float v[MINE][8];
+#pragma unroll
+      for (int i = 0; i < MINE; i++) {
+        const int t = min(warp + i * S::MAKERS, NT - 1);
+        const uint8_t* from = piece + (lane / 8) * (NT * 128) + t * 128 + (lane & 7) * 2;
+#pragma unroll
+        for (int j = 0; j < 8; j++) v[i][j] = to_float<T>(*(const uint16_t*)(from + ((j ^ (t & 7)) << 4)));
+      }
+#pragma unroll
+      for (int i = 0; i < MINE; i++) {
+        const int t = warp + i * S::MAKERS;
+        if (t >= a.rows) break;
+        u32 bytes[4];
+        const plane_meta meta = make_planes(bytes, v[i]);
+        store_planes(piece + S::PLANES_OFF + t * PLANE_BYTES, bytes, lane);
+        if (lane == 0) *(plane_meta*)(piece + S::META_OFF + t * 8) = meta;
+      }
+    }
+    fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) mbar_arrive(pfull + 8 * r.at);
+  }
+}
+
+// Group g's plane counts -> this lane's token 4g + q: acc[u] += s (sum - 2 sum_p 2^p count_p), row g + 8u of the fragment.
+__device__ __forceinline__ void fold(float& acc0, float& acc1, const int (&e)[32], u32 meta_s, int q) {
+  const int top = q == 3 ? -512 : 512;
+  int v[4][2];
+#pragma unroll
+  for (int t = 0; t < 4; t++)
+#pragma unroll
+    for (int u = 0; u < 2; u++) {
+      const int b = 8 * t + 2 * u;
+      v[t][u] = (e[b] + 2 * e[b + 1] + 256 * e[b + 4] + top * e[b + 5]) << (2 * q);
+    }
+  float scale;
+  int sum;
+  lds_meta(meta_s + q * 8, scale, sum);
+#pragma unroll
+  for (int u = 0; u < 2; u++) {
+#pragma unroll
+    for (int t = 0; t < 2; t++) {
+      const int keep = q & 2 ? v[t + 2][u] : v[t][u], send = q & 2 ? v[t][u] : v[t + 2][u];
+      v[t][u] = keep + __shfl_xor_sync(~0u, send, 2);
+    }
+    const int keep = q & 1 ? v[1][u] : v[0][u], send = q & 1 ? v[0][u] : v[1][u];
+    const float value = scale * (float)(sum - 2 * (keep + __shfl_xor_sync(~0u, send, 1)));
+    if (u) acc1 += value;
+    else acc0 += value;
+  }
+}
+
+// The workspace: words of NT <= 16, then a flag a CTA, then the partials of NT > 16.
+constexpr int WORDS = 8 * 256, PARTIAL_MAX = Shape<64>::PARTIAL;
+__device__ __forceinline__ unsigned* flag_of(const k_decode_args& a, int cta) { return (unsigned*)(a.workspace + (size_t)a.sm_count * WORDS) + cta; }
+__device__ __forceinline__ uint8_t* partial_of(const k_decode_args& a, int cta) {
+  return (uint8_t*)(a.workspace + (size_t)a.sm_count * (WORDS + 2)) + (size_t)cta * PARTIAL_MAX;
+}
+
+template <int NT> __device__ __forceinline__ void leave_partial(const float (&d)[NT / 2], const k_decode_args& a, int cta, int tid) {
+  float4* to = (float4*)partial_of(a, cta) + tid;
+#pragma unroll
+  for (int i = 0; i < NT / 8; i++) __stcg(to + i * 256, make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]));
+  __threadfence();
+  named_barrier(1, 256);
+  if (tid == 0) asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag_of(a, cta)), "r"(1u) : "memory");
+}
+
+// Adds the partials of CTAs [c0, c1), at most `room` at a time through shared memory at base.
+template <int NT>
+__device__ __forceinline__ void fetch_partials(float (&d)[NT / 2], const k_decode_args& a, int c0, int c1, int tid, u32 base, int room, u32 bar_s) {
+  u32 phase = 0;
+  for (int c = c0; c < c1; c += room, phase ^= 1) {
+    const int n = min(room, c1 - c);
+    named_barrier(1, 256);  // both warpgroups are done with the stages, or with the round before
+    if (tid == 0) {
+      mbar_expect(bar_s, n * Shape<NT>::PARTIAL);
+      for (int i = 0; i < n; i++) {
+        unsigned raised;
+        do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(raised) : "l"(flag_of(a, c + i)) : "memory");
+        while (!raised);
+        asm volatile("st.relaxed.gpu.global.u32 [%0], %1;\nfence.proxy.async;" ::"l"(flag_of(a, c + i)), "r"(0u) : "memory");
+        bulk_load(base + i * Shape<NT>::PARTIAL, partial_of(a, c + i), Shape<NT>::PARTIAL, bar_s, SM90_EVICT_FIRST);
+      }
+    }
+    mbar_wait(bar_s, phase);
+    for (int p = 0; p < n; p++)
+#pragma unroll
+      for (int i = 0; i < NT / 8; i++) {
+        float4 v;
+        asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(base + p * Shape<NT>::PARTIAL + (i * 256 + tid) * 16));
+        d[4 * i] += v.x, d[4 * i + 1] += v.y, d[4 * i + 2] += v.z, d[4 * i + 3] += v.w;
+      }
+  }
+}
+
+template <int NT> __device__ __forceinline__ void poll_partials(float (&d)[NT / 2], const k_decode_args& a, int c0, int c1, int tid) {
+  for (int c = c0; c < c1; c += 4) {  // four in flight
+    u64 w[4][NT / 2];
+    bool ready;
+    do {
+      ready = true;
+#pragma unroll
+      for (int k = 0; k < 4; k++)
+#pragma unroll
+        for (int i = 0; i < NT / 2; i++) {
+          w[k][i] = load_word(a.workspace + ((size_t)min(c + k, c1 - 1) * (NT / 2) + i) * 256 + tid);
+          ready &= (w[k][i] >> 32) != 0;
+        }
+    } while (!ready);
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      if (c + k < c1)
+#pragma unroll
+        for (int i = 0; i < NT / 2; i++) {
+          d[i] += __uint_as_float((u32)w[k][i]);
+          store_word(a.workspace + ((size_t)(c + k) * (NT / 2) + i) * 256 + tid, 0);
+        }
+  }
+}
+
+enum Mode { NONE, ONE, MANY };  // slots: the base alone; one; more
+
 // One long function: the roles share register budgets and barrier phases, and accumulators cannot leave it without being spilled.
-template <typename T, int NT, int NB, Mode MODE> __global__ void __launch_bounds__(384, 1) decode_kernel(const __grid_constant__ k_decode_args a) {
+template <typename T, int NT, Mode MODE> __global__ void __launch_bounds__(Shape<NT>::THREADS, 1) decode_kernel(const __grid_constant__ k_decode_args a) {
+  typedef Shape<NT> S;
+  constexpr bool DELTA = MODE != NONE;
   extern __shared__ uint8_t smem_raw[];
-  const int X_BYTES = NT * 128, STAGE = W_BYTES + X_BYTES;
-  __shared__ __align__(8) u64 bars[4 * MAX_RING];
-  const u32 base = (smem_u32(smem_raw) + 1023) & ~1023u, frames = base + a.stages * STAGE, frame_bytes = a.variants * SIGN_BYTES + NB * PLANE_BYTES;
-  const u32 full = smem_u32(bars), empty = full + 8 * MAX_RING, ffull = empty + 8 * MAX_RING, fempty = ffull + 8 * MAX_RING;
-  const int wg = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, (threadIdx.x / 32) % 4, 0), lane = threadIdx.x % 32;
+  __shared__ __align__(8) u64 bars[6 * MAX_RING + 1];
+  __shared__ const k_overlay_linear* slot_of[SLOTS_MAX];
+  __shared__ u32 group_slots[S::GROUPS];  // a byte a token; base rows use their neighbour's slot and scale zero
   __shared__ int ticket;
+  const u32 base = (smem_u32(smem_raw) + 1023) & ~1023u, pieces = base + a.stages * S::STAGE, chunks = pieces + a.pieces * S::PIECE;
+  const u32 full = smem_u32(bars), empty = full + 8 * MAX_RING, pfull = empty + 8 * MAX_RING, pempty = pfull + 8 * MAX_RING, sfull = pempty + 8 * MAX_RING,
+            sempty = sfull + 8 * MAX_RING;
+  const int wg = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, (threadIdx.x / 32) % 4, 0), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     unsigned drawn = atomicAdd(a.ticket, 1u);
     if (drawn == gridDim.x - 1) atomicExch(a.ticket, 0u); // all are drawn: ready for the launch after next that uses this counter
     ticket = (int)(gridDim.x - 1 - drawn);
-    prefetch_map(&a.w), prefetch_map(&a.x);
-    for (int i = 0; i < a.stages; i++) mbar_init(full + 8 * i, 1), mbar_init(empty + 8 * i, 8);
-    for (int i = 0; i < a.frames; i++) mbar_init(ffull + 8 * i, 1), mbar_init(fempty + 8 * i, 8);
+    prefetch_map(&a.w);
+    if (!S::OWN) prefetch_map(&a.x);
+    for (int i = 0; i < a.stages; i++) mbar_init(full + 8 * i, S::OWN ? 1 : 2), mbar_init(empty + 8 * i, 8);
+    for (int i = 0; i < a.pieces; i++) mbar_init(pfull + 8 * i, S::OWN ? S::MAKERS : 1), mbar_init(pempty + 8 * i, 8);
+    mbar_init(smem_u32(bars + 6 * MAX_RING), 1);
+    for (int i = 0; i < a.chunks; i++) mbar_init(sfull + 8 * i, 1), mbar_init(sempty + 8 * i, 8);
     mbar_init_fence();
-  }
+  } else if (DELTA && threadIdx.x >= 32 && threadIdx.x < 32 + S::GROUPS) {
+    const int g = threadIdx.x - 32;
+    u32 packed = 0;
+    for (int t = 4 * g; t < 4 * g + 4; t++) {
+      int m = min(t, a.rows - 1);
+      while (m > 0 && a.slot[m] < 0) m--;
+      packed |= (u32)max(a.slot[m], 0) << (8 * (t & 3));
+    }
+    group_slots[g] = packed;
+  } else if (DELTA && threadIdx.x >= 64 && threadIdx.x < 64 + SLOTS_MAX)
+    slot_of[threadIdx.x - 64] = threadIdx.x - 64 < a.variants ? slot_overlay(a, threadIdx.x - 64) : nullptr;
   __syncthreads();
-  const int cta = ticket, per_tile = a.k / 256, units = (a.n + 127) / 128 * per_tile;
+  const int cta = __shfl_sync(~0u, ticket, 0), per_tile = a.k / 256, units = (a.n + 127) / 128 * per_tile;
   const int u0 = (int)((long long)units * cta / gridDim.x), u1 = (int)((long long)units * (cta + 1) / gridDim.x);
   pdl_launch();
 
-  if (wg == 2) {
-    reg_dec<40>();
-    if (warp == 0 && lane == 0) {
-      // W does not depend on the previous kernel: four stages of it are on their way before x is waited for (more would only
-      // queue in front of x).
-      int steps = (u1 - u0) * 4, ahead = 4;
-      auto load_w_tile = [&](int s, int st) {
-        int u = u0 + s / 4, tile = u / per_tile, k64 = (u % per_tile) * 4 + (s & 3);
-        u32 dst = base + st * STAGE;
-        mbar_expect(full + 8 * st, STAGE);
-        tma_load(dst, &a.w, k64 * 64, tile * 128, full + 8 * st, SM90_EVICT_FIRST);
-      };
-      auto load_x_tile = [&](int s, int st) {
-        int k64 = ((u0 + s / 4) % per_tile) * 4 + (s & 3);
-        tma_load(base + st * STAGE + W_BYTES, &a.x, k64 * 64, 0, full + 8 * st, SM90_EVICT_LAST);
-      };
-      for (int s = 0; s < ahead; s++) load_w_tile(s, s);
-      pdl_wait();
-      for (int s = 0; s < ahead; s++) load_x_tile(s, s);
-      int st = ahead == a.stages ? 0 : ahead;
-      u32 ph = ahead == a.stages ? 0 : 1;  // stages after `ahead` are fresh: their first wait must pass
-      // In bursts, so that neighbouring 128-byte pieces of a W row reach the memory together.
-      for (int s = ahead; s < steps; s += a.burst) {
-        int n = min(a.burst, steps - s), st0 = st;
-        u32 p = ph;
-        for (int i = 0; i < n; i++) {
-          mbar_wait(empty + 8 * st, ph);
-          if (++st == a.stages) st = 0, ph ^= 1;
-        }
-        st = st0, ph = p;
-        for (int i = 0; i < n; i++) {
-          load_w_tile(s + i, st);
-          if (++st == a.stages) st = 0, ph ^= 1;
-        }
-        st = st0, ph = p;
-        for (int i = 0; i < n; i++) {
-          load_x_tile(s + i, st);
-          if (++st == a.stages) st = 0, ph ^= 1;
+  if (wg >= 2) {
+    reg_dec<88>();
+    if (wg == 3) {
+      if (S::OWN) make_pieces<T, NT, DELTA>(a, smem_raw + (pieces - smem_u32(smem_raw)), pfull, pempty, u0, u1, warp + 2, lane);
+    } else if (warp == 0) {
+      if (lane == 0) {
+        // In bursts, so that neighbouring 128-byte pieces of a W row reach the memory together.
+        Ring r = {0, 1};
+        for (int s = 4 * u0; s < 4 * u1; s += a.burst) {
+          Ring w = r;
+          for (int i = 0; i < a.burst; i++, w.next(a.stages)) mbar_wait(empty + 8 * w.at, w.phase);
+          for (int i = 0; i < a.burst; i++, r.next(a.stages)) {
+            mbar_expect(full + 8 * r.at, W_BYTES);
+            tma_load(base + r.at * S::STAGE, &a.w, (s + i) % (4 * per_tile) * 64, (s + i) / (4 * per_tile) * 128, full + 8 * r.at, SM90_EVICT_FIRST);
+          }
         }
       }
-    } else if (MODE != NONE && warp == 1) {
-      int nu = u1 - u0, ahead = 1, fr = 1;
-      u32 ph = 1;
-      // A slot without a plane for this linear streams W's bytes in its place; its scale is zero.
-      const k_overlay_linear* overlay = lane < a.variants ? slot_overlay(a, lane) : nullptr;
-      const uint8_t* bits = overlay ? overlay->bits[0] : (const uint8_t*)a.w_data;
-      auto load_signs = [&](int i, int f) {
-        if (lane == 0) mbar_expect(ffull + 8 * f, frame_bytes);
-        __syncwarp();
-        if (lane < a.variants) bulk_load(frames + f * frame_bytes + lane * SIGN_BYTES, bits + (size_t)(u0 + i) * SIGN_BYTES, SIGN_BYTES, ffull + 8 * f, SM90_EVICT_FIRST);
-      };
-      auto load_planes = [&](int i, int f) {
-        if (lane == 0)
-          bulk_load(frames + f * frame_bytes + a.variants * SIGN_BYTES, a.planes + (size_t)((u0 + i) % per_tile) * NB * PLANE_BYTES, NB * PLANE_BYTES, ffull + 8 * f,
-                    SM90_EVICT_LAST);
-      };
-      for (int i = 0; i < ahead; i++) load_signs(i, i);
-      pdl_wait();
-      for (int i = 0; i < ahead; i++) load_planes(i, i);
-      for (int i = ahead; i < nu; i++) {
-        mbar_wait(fempty + 8 * fr, ph);
-        load_signs(i, fr);
-        load_planes(i, fr);
-        if (++fr == a.frames) fr = 0, ph ^= 1;
+    } else if (warp == 1) {
+      if (DELTA && lane < a.variants) {
+        // A slot without a plane for this linear streams W's bytes in its place; its scale is zero.
+        const uint8_t* bits = slot_of[lane] ? slot_of[lane]->bits[0] : (const uint8_t*)a.w_data;
+        Ring r = {lane, 1};  // at most a.chunks lanes: no lane waits for what another of its round has yet to load
+        for (int u = u0; u < u1; u++) {
+          mbar_wait(sempty + 8 * r.at, r.phase);
+          mbar_expect(sfull + 8 * r.at, SIGN_BYTES);
+          bulk_load(chunks + r.at * SIGN_BYTES, bits + (size_t)u * SIGN_BYTES, SIGN_BYTES, sfull + 8 * r.at, SM90_EVICT_FIRST);
+          r.at += a.variants;
+          if (r.at >= a.chunks) r.at -= a.chunks, r.phase ^= 1;
+        }
       }
+    } else if (S::OWN) {
+      make_pieces<T, NT, DELTA>(a, smem_raw + (pieces - smem_u32(smem_raw)), pfull, pempty, u0, u1, warp - 2, lane);
+    } else if (warp == 2) {
+      if (lane == 0) {
+        pdl_wait();
+        Ring r = {0, 1};
+        for (int s = 4 * u0; s < 4 * u1; s++, r.next(a.stages)) {
+          mbar_wait(empty + 8 * r.at, r.phase);
+          mbar_expect(full + 8 * r.at, NT * 128);
+          tma_load(base + r.at * S::STAGE + W_BYTES, &a.x, s % (4 * per_tile) * 64, a.first_row, full + 8 * r.at, SM90_EVICT_LAST);
+        }
+      }
+    } else if (DELTA && lane == 0) {
+      pdl_wait();
+      Ring r = {0, 1};
+      const int live = (a.rows + 15) / 16;
+      for (int u = u0; u < u1; u++)
+        for (int i = 0; i < S::PIECES; i++, r.next(a.pieces)) {  // past the rows: any planes
+          mbar_wait(pempty + 8 * r.at, r.phase);
+          mbar_expect(pfull + 8 * r.at, S::PIECE_LOAD);
+          bulk_load(pieces + r.at * S::PIECE, a.planes + ((size_t)(u % per_tile) * live + min(i, live - 1)) * S::PIECE_LOAD, S::PIECE_LOAD, pfull + 8 * r.at, SM90_EVICT_LAST);
+        }
     }
     __syncwarp();
   } else {
-    reg_inc<232>();
+    reg_inc<S::REGS>();
     const int q = lane & 3, tid = wg * 128 + warp * 32 + lane;
-    int st = 0, fr = 0;
-    u32 ph = 0, fph = 0;
-    u64 slots = 0;  // 4 bits per token: index of its variant among the frame's chunks
-#pragma unroll
-    for (int t = 0; t < NB; t++) slots |= MODE != MANY ? 0 : (u64)(t < a.rows && a.slot[t] >= 0 ? a.slot[t] & 15 : 0) << (4 * t);
-    // This thread's tokens 8j + 2q + e, as c = 2j + e.
-    const float* al[NT / 4];
-    float sx[NT / 4];
-    int sum[NT / 4];
-#pragma unroll
-    for (int c = 0; c < NT / 4; c++) {
-      int t = 8 * (c / 2) + 2 * q + (c & 1);
-      const k_overlay_linear* overlay = MODE != NONE && t < a.rows ? slot_overlay(a, a.slot[t]) : nullptr;
-      al[c] = overlay ? overlay->scale[0] : nullptr;
-    }
-    pdl_wait();
-#pragma unroll
-    for (int c = 0; c < NT / 4; c++) {
-      int t = 8 * (c / 2) + 2 * q + (c & 1);
-      sx[c] = MODE != NONE && t < a.rows ? a.scale[t] : 0.f, sum[c] = MODE != NONE && t < a.rows ? a.sum[t] : 0;
-    }
-    float d[NT / 2];
-    int e[NB * 8];  // token t: e[8t ..], the m64n16 fragment of its 16 planes
+    Ring st = {0, 0}, pc = {0, 0}, ch = {0, 0};
+    float d[NT / 2], acc[2 * S::GROUPS];
+    int e[2][32];
     for (int u = u0; u < u1;) {
-      const int tile = u / per_tile, first = tile * per_tile, end = min(u1, first + per_tile), begin = u;
+      const int tile = u / per_tile, first = tile * per_tile, end = min(u1, first + per_tile);
       const int row = tile * 128 + wg * 64 + warp * 16 + lane / 4;
-      const bool head = begin == first;
-      float alpha[NT / 4][2];  // loaded now, used after the main loop
+      const bool head = u == first;
+      float alpha[2 * S::GROUPS];  // of token 4g + q; NT <= 16: loaded now, used after the main loop
+      auto load_alpha = [&](int g, int h) {
+        const int t = 4 * g + q;
+        if (t >= a.rows || a.slot[t] < 0 || row + 8 * h >= a.n) return 0.f;
+        const k_overlay_linear* o = slot_of[a.slot[t]];
+        return o ? __ldg(o->scale[0] + row + 8 * h) : 0.f;
+      };
+      if (DELTA && S::OWN)
 #pragma unroll
-      for (int c = 0; c < NT / 4; c++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) alpha[c][h] = al[c] && row + 8 * h < a.n ? __ldg(al[c] + row + 8 * h) : 0.f;
+        for (int i = 0; i < 2 * S::GROUPS; i++) alpha[i] = load_alpha(i / 2, i % 2);
 #pragma unroll
       for (int i = 0; i < NT / 2; i++) d[i] = 0;
 #pragma unroll
-      for (int i = 0; i < NB * 8; i++) e[i] = 0;
+      for (int i = 0; i < 2 * S::GROUPS; i++) acc[i] = 0;
 #pragma unroll 1
       for (; u < end; u++) {
+        if (S::OWN) mbar_wait(pfull + 8 * pc.at, pc.phase);
+        const u32 own = pieces + pc.at * S::PIECE;
+        int last = 0;  // stage whose products are in flight
 #pragma unroll 1
         for (int b = 0; b < 4; b++) {
-          mbar_wait(full + 8 * st, ph);
-          u32 s = base + st * STAGE;
-          u64 dw = desc_swizzle128(s + wg * 8192), dx = desc_swizzle128(s + W_BYTES);
+          mbar_wait(full + 8 * st.at, st.phase);
+          const u32 s = base + st.at * S::STAGE;
+          const u64 dw = desc_swizzle128(s + wg * 8192), dx = desc_swizzle128(S::OWN ? own + b * (NT * 128) : s + W_BYTES);
           pin(d);
           wgmma_fence();
 #pragma unroll
           for (int kk = 0; kk < 4; kk++) Mma<T, NT>::ss(d, dw + 2 * kk, dx + 2 * kk, 1);
           wgmma_commit();
+          if (b) {
+            wgmma_wait<1>();
+            if (lane == 0) mbar_arrive(empty + 8 * last);
+          }
+          last = st.at;
+          st.next(a.stages);
+        }
+        if (!DELTA) {
           wgmma_wait<0>();
-          pin(d);
-          if (lane == 0) mbar_arrive(empty + 8 * st);
-          if (++st == a.stages) st = 0, ph ^= 1;
+          if (lane == 0) mbar_arrive(empty + 8 * last);
         }
-        if (MODE == NONE) continue;
-        mbar_wait(ffull + 8 * fr, fph);
-        u32 f = frames + fr * frame_bytes;
-        u64 ds = desc_plain(f + wg * 2048, 128, 256), dp = desc_plain(f + a.variants * SIGN_BYTES, 128, 256);
-        pin(e);
-        wgmma_fence();
-        if (MODE == ONE) Bmma<16 * NB>::ss(e, ds, dp);  // one variant: the planes of all tokens are one [16 NB][256 bits] operand
-        else {
+        if (DELTA) {
+          int slot = 0, freed = 0;  // the last slot whose chunk has arrived; slots whose chunk has been handed back
+          const int slots_at = ch.at;
+          Ring old = ch, piece_at = pc;
+          u32 meta[2] = {0, 0};
+          mbar_wait(sfull + 8 * ch.at, ch.phase);
 #pragma unroll
-          for (int t = 0; t < NB; t++)
-            Bmma<16>::ss(*(int(*)[8])(e + 8 * t), ds + ((slots >> (4 * t)) & 15) * (SIGN_BYTES / 16), dp + t * (PLANE_BYTES / 16));
+          for (int g = 0; g <= S::GROUPS; g++) {
+            int first_slot = a.variants;
+            if (g < S::GROUPS) {
+              if (!S::OWN && g % 4 == 0) {
+                if (g) piece_at.next(a.pieces);
+                mbar_wait(pfull + 8 * piece_at.at, piece_at.phase);
+              }
+              const u32 piece = pieces + piece_at.at * S::PIECE, in_piece = g % (S::PIECE_TOKENS / 4);
+              const u64 dp = desc_plain(piece + S::PLANES_OFF + in_piece * 4 * PLANE_BYTES, 128, 256);
+              meta[g & 1] = piece + S::META_OFF + in_piece * 32;
+              u64 ds[4];
+              first_slot = 0;
+              if (MODE == MANY) {
+                const u32 packed = __shfl_sync(~0u, group_slots[g], 0);
+                first_slot = packed & 255;
+#pragma unroll 1
+                for (; slot < (int)(packed >> 24); slot++) {
+                  ch.next(a.chunks);
+                  mbar_wait(sfull + 8 * ch.at, ch.phase);
+                }
+#pragma unroll
+                for (int t = 0; t < 4; t++) {
+                  const int at = slots_at + (int)((packed >> (8 * t)) & 255);
+                  ds[t] = desc_plain(chunks + (at >= a.chunks ? at - a.chunks : at) * SIGN_BYTES + wg * 2048, 128, 256);
+                }
+              } else ds[0] = desc_plain(chunks + slots_at * SIGN_BYTES + wg * 2048, 128, 256);
+              pin(e[g & 1]);
+              wgmma_fence();
+              if (MODE == ONE) Bmma<64>::ss(e[g & 1], ds[0], dp);
+              else
+#pragma unroll
+                for (int t = 0; t < 4; t++) Bmma<16>::ss(*(int(*)[8])(e[g & 1] + 8 * t), ds[t], dp + t * (PLANE_BYTES / 16));
+              wgmma_commit();
+            }
+            if (g < S::GROUPS) wgmma_wait<1>();
+            else wgmma_wait<0>();
+            if (g == 0) {
+              if (lane == 0) mbar_arrive(empty + 8 * last);
+              continue;
+            }
+            pin(e[(g - 1) & 1]);
+            fold(acc[2 * g - 2], acc[2 * g - 1], e[(g - 1) & 1], meta[(g - 1) & 1], q);
+#pragma unroll 1
+            for (; freed < first_slot; freed++, old.next(a.chunks))
+              if (lane == 0) mbar_arrive(sempty + 8 * old.at);
+            if (!S::OWN && g % 4 == 0) {
+              __syncwarp();  // every lane has read its scales
+              if (lane == 0) mbar_arrive(pempty + 8 * pc.at);
+              pc.next(a.pieces);
+            }
+          }
+          ch.next(a.chunks);  // every slot has a row: this was the last
         }
-        wgmma_commit();
-        wgmma_wait<0>();
-        pin(e);
-        if (lane == 0) mbar_arrive(fempty + 8 * fr);
-        if (++fr == a.frames) fr = 0, fph ^= 1;
+        if (S::OWN) {
+          __syncwarp();  // every lane has read its scales
+          if (lane == 0) mbar_arrive(pempty + 8 * pc.at);
+          pc.next(a.pieces);
+        }
       }
-      // d[4j + 2u + e] += delta of token 8j + 2q + e, row g + 8u; the plane sums end up in all four lanes of a quad.
+      pin(d);
+      if (DELTA) {
 #pragma unroll
-      for (int t = 0; t < (MODE == NONE ? 0 : NB); t++)
+        for (int i = 0; i < 2 * S::GROUPS; i++) acc[i] *= S::OWN ? alpha[i] : load_alpha(i / 2, i % 2);
+        // d[4j + 2h + e] += delta of token 8j + 2q + e, held by lane (2q + e) % 4 of the quad for group 2j + q / 2.
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const int b = 8 * t + 2 * h;
-          int s = (e[b] << (2 * q)) + (e[b + 1] << (2 * q + 1)) + (e[b + 4] << (8 + 2 * q)), top = e[b + 5] << (9 + 2 * q);
-          s += q == 3 ? -top : top;
-          s += __shfl_xor_sync(~0u, s, 1);
-          s += __shfl_xor_sync(~0u, s, 2);
-          const int c = 2 * (t / 8) + (t & 1);
-          if (((t & 7) >> 1) == q) d[4 * (t / 8) + 2 * h + (t & 1)] += alpha[c][h] * sx[c] * (float)((head ? sum[c] : 0) - 2 * s);
+        for (int i = 0; i < NT / 2; i++) {
+          const int j = i / 4, h = (i >> 1) & 1, from = (lane & ~3) | ((2 * q + (i & 1)) & 3);
+          const float low = __shfl_sync(~0u, acc[4 * j + h], from), high = __shfl_sync(~0u, acc[4 * j + 2 + h], from);
+          d[i] += q & 2 ? high : low;
         }
+      }
       const int tile_end = first + per_tile;
       if (!head) {  // only a CTA's first tile can lack its head: one partial per CTA, [cta][NT/2][256]
+        if (S::OWN) {
 #pragma unroll
-        for (int i = 0; i < NT / 2; i++) store_word(a.workspace + ((size_t)cta * (NT / 2) + i) * 256 + tid, (u64)1 << 32 | __float_as_uint(d[i]));
+          for (int i = 0; i < NT / 2; i++) store_word(a.workspace + ((size_t)cta * (NT / 2) + i) * 256 + tid, (u64)1 << 32 | __float_as_uint(d[i]));
+        } else {
+          leave_partial<NT>(d, a, cta, tid);
+        }
         continue;
       }
       if (end < tile_end) {
         int c1 = cta + 1;  // contributors: CTAs cta + 1 .. c1 - 1
         while (c1 < (int)gridDim.x && (int)((long long)units * c1 / gridDim.x) < tile_end) c1++;
-        for (int c = cta + 1; c < c1; c += 4) {  // four in flight
-          u64 w[4][NT / 2];
-          bool ready;
-          do {
-            ready = true;
-#pragma unroll
-            for (int k = 0; k < 4; k++)
-#pragma unroll
-              for (int i = 0; i < NT / 2; i++) {
-                w[k][i] = load_word(a.workspace + ((size_t)min(c + k, c1 - 1) * (NT / 2) + i) * 256 + tid);
-                ready &= (w[k][i] >> 32) != 0;
-              }
-          } while (!ready);
-#pragma unroll
-          for (int k = 0; k < 4; k++)
-            if (c + k < c1)
-#pragma unroll
-              for (int i = 0; i < NT / 2; i++) {
-                d[i] += __uint_as_float((u32)w[k][i]);
-                store_word(a.workspace + ((size_t)(c + k) * (NT / 2) + i) * 256 + tid, 0);
-              }
-        }
+        if (S::OWN) poll_partials<NT>(d, a, cta + 1, c1, tid);
+        else fetch_partials<NT>(d, a, cta + 1, c1, tid, base, a.stages * S::STAGE / S::PARTIAL, smem_u32(bars + 6 * MAX_RING));
       }
       {
         T* Y = (T*)a.y;
@@ -258,7 +477,7 @@ template <typename T, int NT, int NB, Mode MODE> __global__ void __launch_bounds
         for (int i = 0; i < NT / 2; i++) {
           int t = 8 * (i / 4) + 2 * q + (i & 1), n = row + 8 * ((i >> 1) & 1);
           if (t >= a.rows || n >= a.n) continue;
-          const float* own = MODE != NONE && a.slot[t] >= 0 ? a.overlays[a.columns[a.slot[t]]].bias : nullptr;
+          const float* own = DELTA && a.slot[t] >= 0 ? a.overlays[a.columns[a.slot[t]]].bias : nullptr;
           const float* bias = own ? own : a.bias;
           Y[(size_t)t * a.n + n] = (T)(bias ? d[i] + __ldg(bias + n) : d[i]);
         }
@@ -267,48 +486,63 @@ template <typename T, int NT, int NB, Mode MODE> __global__ void __launch_bounds
   }
 }
 
-template <typename T, int NT, int NB, Mode MODE> cudaError_t launch_mode(k_decode_args a, cudaStream_t s) {
-  const int stage = W_BYTES + NT * 128, frame = MODE == NONE ? 0 : a.variants * SIGN_BYTES + NB * PLANE_BYTES, budget = 224 * 1024;
-  a.stages = (budget - 2 * frame) / stage / 4 * 4;
+template <typename T, int NT, Mode MODE> cudaError_t launch(k_decode_args a, cudaStream_t s) {
+  typedef Shape<NT> S;
+  const int units = (a.n + 127) / 128 * (a.k / 256);
+  a.chunks = MODE == NONE ? 0 : a.variants > 8 ? 16 : a.variants > 2 ? 2 * a.variants : 4;
+  a.pieces = S::OWN ? 3 : MODE != NONE ? S::PIECES + 1 : 0;
+  a.stages = (BUDGET - a.pieces * S::PIECE - a.chunks * SIGN_BYTES) / S::STAGE;
   if (a.stages > 12) a.stages = 12;
   a.burst = a.stages >= 8 ? 4 : 2;
-  a.frames = frame ? (budget - a.stages * stage) / frame : 0;
-  if (a.frames > 4) a.frames = 4;
-  int smem = a.stages * stage + a.frames * frame + 1024, units = (a.n + 127) / 128 * (a.k / 256);
-  cudaError_t e = cudaFuncSetAttribute(decode_kernel<T, NT, NB, MODE>, cudaFuncAttributeMaxDynamicSharedMemorySize, budget + 1024);
+  const int smem = a.stages * S::STAGE + a.pieces * S::PIECE + a.chunks * SIGN_BYTES + 1024;
+  cudaError_t e = cudaFuncSetAttribute(decode_kernel<T, NT, MODE>, cudaFuncAttributeMaxDynamicSharedMemorySize, BUDGET + 1024);
   if (e != cudaSuccess) return e;
   cudaLaunchConfig_t c = {};
   cudaLaunchAttribute at[1];
   at[0].id = cudaLaunchAttributeProgrammaticStreamSerialization, at[0].val.programmaticStreamSerializationAllowed = 1;
   c.gridDim = dim3((unsigned)(a.sm_count < units ? a.sm_count : units));  // every CTA must own at least one unit: the split counts on it
-  c.blockDim = dim3(384), c.dynamicSmemBytes = (size_t)smem, c.stream = s, c.attrs = at, c.numAttrs = a.pdl ? 1 : 0;
-  return cudaLaunchKernelEx(&c, decode_kernel<T, NT, NB, MODE>, a);
+  c.blockDim = dim3(S::THREADS), c.dynamicSmemBytes = (size_t)smem, c.stream = s, c.attrs = at, c.numAttrs = a.pdl ? 1 : 0;
+  return cudaLaunchKernelEx(&c, decode_kernel<T, NT, MODE>, a);
 }
-template <int NT, int NB> cudaError_t launch(const k_decode_args& a, cudaStream_t s) {
-  typedef __nv_bfloat16 T;
-  return a.variants == 0 ? launch_mode<T, NT, NB, NONE>(a, s) : a.variants == 1 ? launch_mode<T, NT, NB, ONE>(a, s) : launch_mode<T, NT, NB, MANY>(a, s);
+template <typename T, int NT> cudaError_t launch_delta(const k_decode_args& a, cudaStream_t s) {
+  return a.variants == 0 ? launch<T, NT, NONE>(a, s) : a.variants == 1 ? launch<T, NT, ONE>(a, s) : launch<T, NT, MANY>(a, s);
+}
+template <typename T> cudaError_t launch_rows(const k_decode_args& a, cudaStream_t s) {
+  switch (k_decode_tokens(a.rows)) {
+    case 8: return launch_delta<T, 8>(a, s);
+    case 16: return launch_delta<T, 16>(a, s);
+    case 32: return launch_delta<T, 32>(a, s);
+    default: return launch_delta<T, 64>(a, s);
+  }
 }
 
 }  // namespace
 
-extern "C" uint64_t k_decode_workspace_bytes(int sm_count) { return (uint64_t)sm_count * 8 * 256 * 8; }
+extern "C" uint64_t k_decode_workspace_bytes(int sm_count) { return (uint64_t)sm_count * ((WORDS + 2) * 8 + PARTIAL_MAX); }
+extern "C" uint64_t k_decode_workspace_zeros(int sm_count) { return (uint64_t)sm_count * (WORDS + 2) * 8; }
+extern "C" uint64_t k_planes_bytes(int rows, int k) { return (uint64_t)(k / 256) * (unsigned)((rows + 15) / 16) * 16 * (PLANE_BYTES + 8); }
+extern "C" int k_decode_tokens(int rows) { return rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64; }
 
-// nb: tokens the planes are laid out for (k_planes_bf16): 1, 2, 4, 8 or 16, at least rows.
-extern "C" cudaError_t k_decode_bf16(const k_decode_args* a, int nb, cudaStream_t s) {
-  if (a->k % 256 || a->k > 65536 || a->variants < 0 || a->variants > 16 || a->rows < 1 || a->rows > nb) return cudaErrorInvalidValue;
-  switch (nb) {
-    case 1: return launch<8, 1>(*a, s);
-    case 2: return launch<8, 2>(*a, s);
-    case 4: return launch<8, 4>(*a, s);
-    case 8: return launch<8, 8>(*a, s);
-    case 16: return launch<16, 16>(*a, s);
-  }
-  return cudaErrorInvalidValue;
+extern "C" double k_decode_cost(int n, int k, int rows, int slots, int sm_count) {
+  // Microseconds of a unit's products, of one slot and of many, and of a launch with its planes, by token count; measured on an H200.
+  static const double products[2][4] = {{0.6, 1.2, 2.2, 3.8}, {0.9, 2.5, 3.5, 6.7}}, launch[4] = {4, 11, 24, 30};
+  const int tokens = k_decode_tokens(rows), size = tokens == 8 ? 0 : tokens == 16 ? 1 : tokens == 32 ? 2 : 3;
+  const double units = (double)((n + 127) / 128) * (k / 256) / sm_count, bytes = (W_BYTES * 4 + SIGN_BYTES * slots) / 33e3;
+  const double most = bytes > products[slots > 1][size] ? bytes : products[slots > 1][size];
+  return units * most + launch[size];
 }
 
-extern "C" cudaError_t k_planes_bf16(uint8_t* planes, float* scale, int32_t* sum, const uint16_t* x, int rows, int k, int nb, cudaStream_t s) {
-  if (k % 256 || rows > nb) return cudaErrorInvalidValue;
-  dim3 grid((unsigned)nb, (unsigned)(k / 256 + 15) / 16);
-  planes_kernel<<<grid, 256, 0, s>>>(planes, scale, sum, x, rows, k, nb);
-  return cudaGetLastError();
+extern "C" cudaError_t k_decode(const k_decode_args* a, cudaStream_t s) {
+  if (a->k % 256 || a->k > 65536 || a->variants < 0 || a->variants > SLOTS_MAX || a->rows < 1 || a->rows > K_DECODE_ROWS) return cudaErrorInvalidValue;
+  return a->fp16 ? launch_rows<__half>(*a, s) : launch_rows<__nv_bfloat16>(*a, s);
+}
+
+extern "C" cudaError_t k_planes(uint8_t* planes, const void* x, int rows, int k, bool fp16, bool pdl, cudaStream_t s) {
+  if (k % 256 || rows < 1 || rows > K_DECODE_ROWS) return cudaErrorInvalidValue;
+  cudaLaunchConfig_t c = {};
+  cudaLaunchAttribute at[1];
+  at[0].id = cudaLaunchAttributeProgrammaticStreamSerialization, at[0].val.programmaticStreamSerializationAllowed = 1;
+  c.gridDim = dim3((unsigned)(rows * (k / 256) + 7) / 8), c.blockDim = dim3(256), c.stream = s, c.attrs = at, c.numAttrs = pdl ? 1 : 0;
+  return fp16 ? cudaLaunchKernelEx(&c, planes_kernel<__half>, planes, (const uint16_t*)x, rows, k)
+                          : cudaLaunchKernelEx(&c, planes_kernel<__nv_bfloat16>, planes, (const uint16_t*)x, rows, k);
 }

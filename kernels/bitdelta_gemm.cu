@@ -2,8 +2,8 @@
 //
 //   Y[m][n] = bias[n] + sum_k x[m][k] (W[n][k] + scale_v[n] S_v[n][k]),   v = the variant of row m; base rows have no S
 //
-// Shapes:  W [n][k], x [rows][k], Y [rows][n] bf16; sign chunks as in repack.cu; scale, bias float32. k % 128 == 0, n % 8 == 0.
-// Rounding: W_eff is rounded to bf16 once; sums are float32; Y is rounded once. (See Precision in the README.)
+// Shapes:  W [n][k], x [rows][k], Y [rows][n] bf16 or fp16 (T); sign chunks as in repack.cu; scale, bias float32. k % 128 == 0, n % 8 == 0.
+// Rounding: W_eff is rounded to T once; sums are float32; Y is rounded once. (See Precision in the README.)
 // Tile:    128 W rows x TOK tokens x K64, tokens of one variant: any mix of variants is one launch. Two CTAs of a cluster take
 //          neighbouring W tiles and the same tokens; each loads half of x and multicasts it. Persistent; clusters walk tiles in
 //          groups of `group` W-tile pairs by all token tiles, so that a W panel leaves memory once and is shared through L2.
@@ -111,13 +111,13 @@ __device__ __forceinline__ void step(float (&d)[TOK / 2], u32 (&cur)[16], u32 (&
 // Registers -> bf16/fp16 -> [32 tokens][64 rows] staging -> Y. Whole 32-token pieces go by TMA; a piece that holds the end of
 // the segment is stored by the threads, so tokens of the next segment are never touched.
 template <typename T, int TOK>
-__device__ __forceinline__ void epilogue(float (&d)[TOK / 2], const CUtensorMap* my, T* Y, int N, Tile t, u32 out_s, int wg, int warp, int lane) {
+__device__ __forceinline__ void epilogue(float (&d)[TOK / 2], const CUtensorMap* my, T* Y, int N, Tile t, u32 out_s, u32& turn, int wg, int warp, int lane) {
   int n0 = t.tn * 128 + wg * 64, tid = warp * 32 + lane;
 #pragma unroll
   for (int j = 0; j < TOK / 32; j++) {
     int m = t.m0 + 32 * j;
     if (m >= t.m1) break;
-    u32 buf = out_s + (j & 1) * OUT_BYTES;
+    const u32 buf = out_s + (turn++ & 1) * OUT_BYTES;
     if (tid == 0) bulk_wait_read<1>();
     named_barrier(1 + wg, 128);
 #pragma unroll
@@ -249,7 +249,7 @@ __global__ void __cluster_dims__(Cluster<SPLIT>::SIZE) __launch_bounds__(384, 1)
     const u32 w_off = r * 128 + (((lane >> 4) ^ (r & 7)) * 16), b_off = (g >> 3) * 256 + (g & 7) * 16 + (lane & 3) * 2;
     Pipe pp = {0, 0, 0};
     float d[TOK / 2];
-    u32 A0[16], A1[16];
+    u32 A0[16], A1[16], turn = 0;
     for (int p = begin + blockIdx.x / CLUSTER; p < total; p += stride) {
       Tile t = tile_at(PAIR > 1 ? p : p / 2, pairs, a.tile_count, a.group, PAIR > 1 ? rank : p & 1, a.tiles);
       u32 al0 = 0, al1 = 0;
@@ -274,7 +274,7 @@ __global__ void __cluster_dims__(Cluster<SPLIT>::SIZE) __launch_bounds__(384, 1)
       if (SPLIT == 1) {
         release_stage<PAIR>(empty + 8 * (pp.stage == 0 ? P::STAGES - 1 : pp.stage - 1), lane);
         add_bias(d, a, t.variant, t.tn * 128 + g);
-        epilogue<T, TOK>(d, &a.y, (T*)a.y_data, a.n, t, base + P::OUT_OFF + wg * 2 * OUT_BYTES, wg, warp, lane);
+        epilogue<T, TOK>(d, &a.y, (T*)a.y_data, a.n, t, base + P::OUT_OFF + wg * 2 * OUT_BYTES, turn, wg, warp, lane);
       } else {
         named_barrier(3, 256);  // both warpgroups are done with the stages
         dump_partial<TOK, SPLIT>(d, base, threadIdx.x);
@@ -283,7 +283,7 @@ __global__ void __cluster_dims__(Cluster<SPLIT>::SIZE) __launch_bounds__(384, 1)
         reduce_partial<TOK, SPLIT>(f, base, rank, threadIdx.x);
         add_bias(f, a, t.variant, t.tn * 128 + g);
         t.m0 += rank * (TOK / SPLIT);
-        epilogue<T, TOK / SPLIT>(f, &a.y, (T*)a.y_data, a.n, t, base + P::OUT_OFF + wg * 2 * OUT_BYTES, wg, warp, lane);
+        epilogue<T, TOK / SPLIT>(f, &a.y, (T*)a.y_data, a.n, t, base + P::OUT_OFF + wg * 2 * OUT_BYTES, turn, wg, warp, lane);
       }
     }
     if (warp == 0 && lane == 0) bulk_wait<0>();
@@ -309,8 +309,7 @@ template <typename T, int TOK, bool DELTA, int SPLIT> cudaError_t launch(const k
   return cudaLaunchKernelEx(&c, kernel, b);
 }
 
-template <bool DELTA> cudaError_t launch_tok(const k_gemm_args* a, int tok, int split, cudaStream_t s) {
-  typedef __nv_bfloat16 T;
+template <typename T, bool DELTA> cudaError_t launch_tok(const k_gemm_args* a, int tok, int split, cudaStream_t s) {
   switch (tok * 10 + split) {
     case 2561: return launch<T, 256, DELTA, 1>(a, s);
     case 2562: return launch<T, 256, DELTA, 2>(a, s);
@@ -322,23 +321,40 @@ template <bool DELTA> cudaError_t launch_tok(const k_gemm_args* a, int tok, int 
   }
   return cudaErrorInvalidValue;
 }
+template <typename T> cudaError_t launch_delta(const k_gemm_args* a, int tok, int split, bool delta, cudaStream_t s) {
+  return delta ? launch_tok<T, true>(a, tok, split, s) : launch_tok<T, false>(a, tok, split, s);
+}
+
+// How many CTAs a tile of the last part-wave of 256-token tiles is split over, and the tiles before it.
+int last_wave(int items, int sm_count, int k, int* full) {
+  const int per = sm_count / 2, rest = items - items / per * per;
+  *full = items - rest;
+  return !*full || !rest ? 1 : rest * 8 <= sm_count && k % 1024 == 0 ? 4 : rest * 4 <= sm_count && k % 512 == 0 ? 2 : 1;
+}
 
 } // namespace
 
 // (tok, split) must be one of launch_tok's. split > 1 needs k % (256 * split) == 0.
-extern "C" cudaError_t k_gemm_bf16(const k_gemm_args* a, int tok, int split, bool delta, cudaStream_t s) {
+extern "C" cudaError_t k_gemm(const k_gemm_args* a, int tok, int split, bool delta, cudaStream_t s) {
   if (a->k % 128 || (split > 1 && a->k % (256 * split)) || a->n % 8 || a->tile_count <= 0 || a->group <= 0) return cudaErrorInvalidValue;
-  return delta ? launch_tok<true>(a, tok, split, s) : launch_tok<false>(a, tok, split, s);
+  k_gemm_args b = *a;
+  const int last = tok == 256 && split == 1 && !b.count ? last_wave((b.n + 255) / 256 * b.tile_count, b.sm_count, b.k, &b.count) : 1;
+  if (last == 1) b.count = a->count;
+  cudaError_t e = b.fp16 ? launch_delta<__half>(&b, tok, split, delta, s) : launch_delta<__nv_bfloat16>(&b, tok, split, delta, s);
+  if (e != cudaSuccess || last == 1) return e;
+  // Whole waves of 256-token tiles, then a last part-wave of at most half the SMs split along K (a second launch).
+  b.first = b.count, b.count = (b.n + 255) / 256 * b.tile_count - b.first;
+  return k_gemm(&b, 256, last, delta, s);
 }
 
-// 256-token tiles: whole waves, then a last part-wave of at most half the SMs split along K (a second launch).
-extern "C" cudaError_t k_gemm_waves_bf16(const k_gemm_args* a, bool delta, cudaStream_t s) {
-  k_gemm_args b = *a;
-  int all = (b.n + 255) / 256 * b.tile_count, per = b.sm_count / 2, full = all / per * per, rest = all - full;
-  int split = rest * 8 <= b.sm_count && b.k % 1024 == 0 ? 4 : rest * 4 <= b.sm_count && b.k % 512 == 0 ? 2 : 1;
-  if (!full || !rest || split == 1) return k_gemm_bf16(a, 256, 1, delta, s);
-  b.first = 0, b.count = full;
-  cudaError_t e = k_gemm_bf16(&b, 256, 1, delta, s);
-  b.first = full, b.count = rest;
-  return e != cudaSuccess ? e : k_gemm_bf16(&b, 256, split, delta, s);
+extern "C" double k_gemm_cost(int n, int k, int tok, int split, int tile_count, int sm_count) {
+  const double step = tok == 256 ? 0.76 : tok == 128 ? 0.45 : 0.325;  // microseconds of a K64 step of a pair of CTAs, measured on an H200
+  const int pairs = (n + 255) / 256 * tile_count, per = sm_count / 2;
+  // A split pays within one wave only: its CTAs do not share x.
+  if (k % (split > 1 ? 256 * split : 128) || split > 2 || (split == 2 && 2 * pairs > per)) return 1e300;
+  int full = 0;
+  const int last = tok == 256 && split == 1 ? last_wave(pairs, sm_count, k, &full) : 1;
+  const double waves = split == 2 ? 0.5 : last > 1 ? full / per + 1.0 / last + 0.08 : (pairs + per - 1) / per;
+  const double bytes = (double)n * k * 2 / (4.2e6 * sm_count / 132), time = waves * (k / 64) * step;
+  return 5 + (time > bytes ? time : bytes);
 }

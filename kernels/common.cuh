@@ -22,11 +22,6 @@ static __device__ __forceinline__ uint16_t float_bf16(float v) {
     return __bfloat16_as_ushort(__float2bfloat16_rn(v));
 }
 
-// Element i of a float32 or bf16 array.
-static __device__ __forceinline__ float load_either(const void *data, size_t i, bool bf16) {
-    return bf16 ? bf16_float(((const uint16_t *)data)[i]) : ((const float *)data)[i];
-}
-
 // Sum over the block's threads in a fixed order; every thread gets it. red: one float per warp.
 static __device__ __forceinline__ float block_sum(float v, float *red) {
     int warps = blockDim.x / 32;

@@ -1,22 +1,21 @@
 // linear_plain.cu - y = x (W + sum_p scale_p S_p)^T + bias for any n, any k that is a multiple of 8, any mix of variants.
 //
-//   x [rows, k] bf16, W [n, k] bf16 row-major, S sign chunks (repack.cu), scale, bias float32, y [rows, y_stride] float32
+//   x [rows, k], W [n, k] row-major, both bf16 or both fp16 (T), S sign chunks (repack.cu), scale, bias float32, y [rows, y_stride] float32
 //
 // Precision: two accumulators, x W^T and x S^T with S as exact +-1; scale multiplies in float32. So the delta is exact to
-// float32 and W_eff is never rounded to bf16.
+// float32 and W_eff is never rounded.
 // Mapping: a block of 4 warps owns 16 outputs and one tile of up to 32 rows. The warps take K64 steps in turn (a fixed split)
 // and their sums are added in warp order, so results do not depend on the batch: a row alone and in any mix is bitwise equal,
 // since rows of other variants meet a zeroed operand and columns of an MMA are independent.
 // W leaves memory once for all variants of the tile, each variant's bits once.
 // K order: inside a K64 step lane q of a quad takes k = 16q .. 16q + 15 (two 16-byte loads); W, x and signs agree on it.
-#include "common.cuh"
+#include "elements.cuh"
 
 namespace {
 
-__device__ __forceinline__ void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+template <typename T> __device__ __forceinline__ void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    const uint32_t a[4] = {a0, a1, a2, a3};
+    T::mma(d, a, b0, b1);
 }
 
 // 16 elements of a row starting at column c, as 8 pairs; columns at and past k, and absent rows, are zero.
@@ -27,17 +26,17 @@ __device__ __forceinline__ void load16(uint32_t (&v)[8], const uint16_t *row, in
     v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
 }
 
-// The 8 sign bytes of a row's K64 block -> this lane's 8 pairs of bf16 +-1.
-__device__ __forceinline__ void expand16(uint32_t (&v)[8], uint2 bytes, int q) {
+// The 8 sign bytes of a row's K64 block -> this lane's 8 pairs of +-1.
+template <typename T> __device__ __forceinline__ void expand16(uint32_t (&v)[8], uint2 bytes, int q) {
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         uint32_t word = j % 4 < 2 ? bytes.x : bytes.y;
         uint32_t pair = __byte_perm(word, 0, j % 2 ? 0x3424 : 0x1404); // the two bytes in bits 8..15 and 24..31
-        v[j] = 0x3f803f80u ^ ((pair << (2 * q + j / 4)) & 0x80008000u);
+        v[j] = T::pack(1.f, 1.f) ^ ((pair << (2 * q + j / 4)) & 0x80008000u);
     }
 }
 
-template <int GROUPS> __global__ void __launch_bounds__(128) linear_kernel(const k_linear_args a) {
+template <typename T, int GROUPS> __global__ void __launch_bounds__(128) linear_kernel(const k_linear_args a) {
     __shared__ float sums[4][GROUPS * 8][17];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
     const k_tile tile = a.tiles[blockIdx.y];
@@ -63,7 +62,7 @@ template <int GROUPS> __global__ void __launch_bounds__(128) linear_kernel(const
 #pragma unroll
                 for (int i = 0; i < 4; i++)
 #pragma unroll
-                    for (int j = 0; j < GROUPS; j++) mma(base[j], u[2 * i], v[2 * i], u[2 * i + 1], v[2 * i + 1], x[j][2 * i], x[j][2 * i + 1]);
+                    for (int j = 0; j < GROUPS; j++) mma<T>(base[j], u[2 * i], v[2 * i], u[2 * i + 1], v[2 * i + 1], x[j][2 * i], x[j][2 * i + 1]);
             }
             for (int s = tile.first_segment; s < tile.end_segment; s++) {
                 const k_segment segment = a.segments[s];
@@ -71,8 +70,8 @@ template <int GROUPS> __global__ void __launch_bounds__(128) linear_kernel(const
                 const uint8_t *bits = a.overlays[segment.overlay].bits[plane];
                 uint2 none = make_uint2(0, 0);
                 uint32_t u[8], v[8];
-                expand16(u, row0 < a.n ? __ldg((const uint2 *)(bits + sign_offset(row0, step, chunks))) : none, q);
-                expand16(v, row1 < a.n ? __ldg((const uint2 *)(bits + sign_offset(row1, step, chunks))) : none, q);
+                expand16<T>(u, row0 < a.n ? __ldg((const uint2 *)(bits + sign_offset(row0, step, chunks))) : none, q);
+                expand16<T>(v, row1 < a.n ? __ldg((const uint2 *)(bits + sign_offset(row1, step, chunks))) : none, q);
 #pragma unroll
                 for (int j = 0; j < GROUPS; j++) {
                     int m = tile.first_row + 8 * j + g; // this lane's column of the MMA
@@ -80,7 +79,7 @@ template <int GROUPS> __global__ void __launch_bounds__(128) linear_kernel(const
                     bool mine = m >= segment.first_row && m < segment.end_row;
 #pragma unroll
                     for (int i = 0; i < 4; i++)
-                        mma(delta[j], u[2 * i], v[2 * i], u[2 * i + 1], v[2 * i + 1], mine ? x[j][2 * i] : 0, mine ? x[j][2 * i + 1] : 0);
+                        mma<T>(delta[j], u[2 * i], v[2 * i], u[2 * i + 1], v[2 * i + 1], mine ? x[j][2 * i] : 0, mine ? x[j][2 * i + 1] : 0);
                 }
             }
         }
@@ -110,15 +109,20 @@ template <int GROUPS> __global__ void __launch_bounds__(128) linear_kernel(const
     }
 }
 
+template <typename T> void launch(const k_linear_args &a, dim3 grid, cudaStream_t stream) {
+    if (a.tile_rows_max <= 8) linear_kernel<T, 1><<<grid, 128, 0, stream>>>(a);
+    else if (a.tile_rows_max <= 16) linear_kernel<T, 2><<<grid, 128, 0, stream>>>(a);
+    else linear_kernel<T, 4><<<grid, 128, 0, stream>>>(a);
+}
+
 } // namespace
 
-extern "C" cudaError_t k_linear_plain_bf16(const k_linear_args *args, cudaStream_t stream) {
+extern "C" cudaError_t k_linear_plain(const k_linear_args *args, cudaStream_t stream) {
     const k_linear_args &a = *args;
     if (a.k % 8 || a.n <= 0 || a.k <= 0 || a.tile_rows_max > K_TILE_TOKENS) return cudaErrorInvalidValue;
     if (!a.tile_count) return cudaSuccess;
     dim3 grid((unsigned)((a.n + 15) / 16), (unsigned)a.tile_count);
-    if (a.tile_rows_max <= 8) linear_kernel<1><<<grid, 128, 0, stream>>>(a);
-    else if (a.tile_rows_max <= 16) linear_kernel<2><<<grid, 128, 0, stream>>>(a);
-    else linear_kernel<4><<<grid, 128, 0, stream>>>(a);
+    if (a.fp16) launch<fp16_type>(a, grid, stream);
+    else launch<bf16_type>(a, grid, stream);
     return cudaGetLastError();
 }

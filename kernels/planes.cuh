@@ -1,57 +1,61 @@
-// planes.cuh - a row of x as 16 two's-complement bit planes, the second operand of decode's binary products.
+// planes.cuh - 256 values of a row of x as 16 two's-complement bit planes, the second operand of decode's binary products.
 //
-//   planes[k / 256][nb][512 bytes], scale[nb], sum[nb]:  xq = round(x / scale), scale = max|x| / 32767, sum = sum of xq
+//   xq[k] = round(x[k] / scale), scale = max |x| of the 256 / 32767
+//   plane p, 32 bytes: bit p of xq, K permuted as in repack.cu; plane p of a block is row p of a 16 x 256-bit matrix in
+//   core-matrix order, so the byte of lane l (see below) is at (p / 8) * 256 + (p % 8) * 16 + (l / 16) * 128 + l % 16
 //
-// Plane p of a K256 block is row p of a 16 x 256-bit matrix in core-matrix order, K permuted as in repack.cu. Rows past the batch get zero
-// planes. k % 256 == 0.
+// A block has a scale of its own, so whoever holds 256 neighbouring values of a row can make its planes: no pass over the
+// row comes first, and one large value costs precision in its own block only. A block whose largest value is under
+// 1e-30 counts as zero.
 #pragma once
 #include "common.cuh"
 
-constexpr int PLANE_BYTES = 512;
+constexpr int PLANE_BYTES = 512; // 16 planes of 32 bytes
 
-// Called by a whole block of 256 threads. x: the row (k bf16); blockIdx.y of gridDim.y shares out the K256 blocks; block y = 0 also
-// writes scale and sum. Lane l of a warp owns byte l of each plane.
-static __device__ __forceinline__ void make_planes(uint8_t *planes, float *scale, int *sum, const uint16_t *x, int m, bool live, int k, int nb) {
-    __shared__ float red[8];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const uint4 *row = (const uint4 *)x;
+struct plane_meta {
+    float scale;
+    int sum; // of xq
+};
+
+// Called by a whole warp. v[i]: the value at k = 128 (lane / 16) + 64 (lane % 16 / 8) + 8i + lane % 8 of the block.
+// Byte p of out is this lane's byte of plane p.
+static __device__ __forceinline__ plane_meta make_planes(uint32_t (&out)[4], const float (&v)[8]) {
     float top = 0;
-    if (live)
-#pragma unroll 4
-        for (int i = threadIdx.x; i < k / 8; i += 256) {
-            const uint4 v = row[i];
-            const uint16_t *e = (const uint16_t *)&v;
 #pragma unroll
-            for (int j = 0; j < 8; j++) top = fmaxf(top, fabsf(bf16_float(e[j])));
-        }
-    top = block_max(top, red);
-    const float inverse = top > 0 ? 32767.f / top : 0.f;
-    for (int block = blockIdx.y * 8 + warp; block < k / 256; block += gridDim.y * 8) {
-        const int c = lane / 16, b = (lane % 16) / 8, o = lane % 8;
-        int q[8];
+    for (int i = 0; i < 8; i++) top = fmaxf(top, fabsf(v[i]));
+    top = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(top))); // of floats that are not negative: their order
+    const bool some = top >= 1e-30f;
+    const float inverse = some ? __fdividef(32767.f, top) : 0.f;
+    uint32_t f[8], sum = 0;
 #pragma unroll
-        for (int i = 0; i < 8; i++) q[i] = live ? __float2int_rn(bf16_float(x[block * 256 + 128 * c + 64 * b + 8 * i + o]) * inverse) : 0;
-        uint8_t *out = planes + ((size_t)block * nb + m) * PLANE_BYTES + c * 128 + lane % 16;
-#pragma unroll
-        for (int p = 0; p < 16; p++) {
-            uint32_t v = 0;
-#pragma unroll
-            for (int i = 0; i < 8; i++) v |= (uint32_t)((q[i] >> p) & 1) << (7 - i);
-            out[(p / 8) * 256 + (p % 8) * 16] = (uint8_t)v;
-        }
+    for (int i = 0; i < 8; i++) {
+        f[i] = __float_as_uint(fmaf(v[i], inverse, 12582912.f)); // 1.5 * 2^23: the low bits are the rounded integer
+        sum += f[i] - 0x4B400000u;
     }
-    if (blockIdx.y) return;
-    int total = 0; // below 2^31: k <= 65536
-    if (live)
-        for (int i = threadIdx.x; i < k; i += 256) total += __float2int_rn(bf16_float(x[i]) * inverse);
-    for (int o = 16; o; o /= 2) total += __shfl_xor_sync(~0u, total, o);
-    __shared__ int sums[8];
-    if (lane == 0) sums[warp] = total;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        total = 0;
-        for (int i = 0; i < 8; i++) total += sums[i];
-        scale[m] = top / 32767.f;
-        sum[m] = total;
+    sum = __reduce_add_sync(~0u, sum);
+    // Byte j of word {0, 1} of half h: byte h of f[7 - j - 4 word].
+    uint32_t w[4], x[2][2];
+#pragma unroll
+    for (int i = 0; i < 4; i++) w[i] = __byte_perm(f[7 - 2 * i], f[6 - 2 * i], 0x5410);
+#pragma unroll
+    for (int i = 0; i < 2; i++) x[0][i] = __byte_perm(w[2 * i], w[2 * i + 1], 0x6420), x[1][i] = __byte_perm(w[2 * i], w[2 * i + 1], 0x7531);
+#pragma unroll
+    for (int h = 0; h < 2; h++) { // 8x8 bit transposes by three delta swaps
+        uint32_t t;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            t = (x[h][i] ^ (x[h][i] >> 7)) & 0x00AA00AAu, x[h][i] ^= t ^ (t << 7);
+            t = (x[h][i] ^ (x[h][i] >> 14)) & 0x0000CCCCu, x[h][i] ^= t ^ (t << 14);
+        }
+        t = (x[h][0] ^ (x[h][1] << 4)) & 0xF0F0F0F0u;
+        out[2 * h] = x[h][0] ^ t, out[2 * h + 1] = x[h][1] ^ (t >> 4);
     }
+    return {some ? top * (1.f / 32767.f) : 0.f, (int)sum};
+}
+
+// Stores the lane's bytes into the 512 of the block.
+static __device__ __forceinline__ void store_planes(uint8_t *block, const uint32_t (&bytes)[4], int lane) {
+    uint8_t *to = block + (lane / 16) * 128 + lane % 16;
+#pragma unroll
+    for (int p = 0; p < 16; p++) to[(p / 8) * 256 + (p % 8) * 16] = (uint8_t)(bytes[p / 4] >> (8 * (p % 4)));
 }

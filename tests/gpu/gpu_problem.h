@@ -16,16 +16,23 @@ typedef struct problem {
     float *scale[16][K_PLANES_MAX];
     k_segment *segments;
     int segment_count;
+    bool fp16; /* x and w; else bf16 */
     int32_t *row_overlay;
     buffer device_bits[16][K_PLANES_MAX], device_scale[16][K_PLANES_MAX];
 } problem;
 
-static inline problem problem_make(linear_case c) {
-    problem p = {.c = c};
+static inline float element_float(uint16_t v, bool fp16) {
+    return fp16 ? bd_f16_to_f32(v) : bd_bf16_to_f32(v);
+}
+
+static inline problem problem_make_element(linear_case c, bool fp16) {
+    problem p = {.c = c, .fp16 = fp16};
     size_t n = (size_t)c.n, k = (size_t)c.k;
     p.x = bf16_random((size_t)c.rows * k, 1);
     p.w = bf16_random(n * k, 0.02);
     p.bias = floats_random(n, 0.1);
+    for (size_t i = 0; fp16 && i < (size_t)c.rows * k; i++) p.x[i] = bd_f32_to_f16(bd_bf16_to_f32(p.x[i]));
+    for (size_t i = 0; fp16 && i < n * k; i++) p.w[i] = bd_f32_to_f16(bd_bf16_to_f32(p.w[i]));
     for (int v = 0; v < c.variants; v++)
         for (int q = 0; q < c.planes; q++) {
             p.bits[v][q] = bytes_random(n * k / 8);
@@ -57,6 +64,25 @@ static inline problem problem_make(linear_case c) {
     return p;
 }
 
+static inline problem problem_make(linear_case c) {
+    return problem_make_element(c, false);
+}
+
+/* Turns a variant's signs around. */
+static inline void problem_mirror(problem *p, int v) {
+    size_t bytes = (size_t)p->c.n * (size_t)p->c.k / 8;
+    for (size_t i = 0; i < bytes; i++) p->bits[v][0][i] ^= 0xFF;
+    buffer raw = buffer_make(p->bits[v][0], bytes);
+    CUDA_OK(k_repack(p->device_bits[v][0].data, raw.data, (uint32_t)p->c.k, 0, (uint32_t)p->c.n, NULL));
+    CUDA_OK(cudaDeviceSynchronize());
+    buffer_free(&raw);
+}
+
+static inline void problem_scale(problem *p, int v, float scale) {
+    for (int i = 0; i < p->c.n; i++) p->scale[v][0][i] = scale;
+    CUDA_OK(cudaMemcpy(p->device_scale[v][0].data, p->scale[v][0], (size_t)p->c.n * 4, cudaMemcpyHostToDevice));
+}
+
 static inline void problem_free(problem *p) {
     for (int v = 0; v < p->c.variants; v++)
         for (int q = 0; q < p->c.planes; q++) {
@@ -83,9 +109,9 @@ static inline void reference(const problem *p, double *y) {
             double sum = p->bias[n];
             int v = p->row_overlay[m];
             for (size_t i = 0; i < k; i++) {
-                double w = bd_bf16_to_f32(p->w[n * k + i]);
+                double w = element_float(p->w[n * k + i], p->fp16);
                 for (int q = 0; v >= 0 && q < p->c.planes; q++) w += p->scale[v][q][n] * sign_of(p->bits[v][q], n, i, k);
-                sum += w * bd_bf16_to_f32(p->x[m * k + i]);
+                sum += w * element_float(p->x[m * k + i], p->fp16);
             }
             y[m * (size_t)p->c.n + n] = sum;
         }

@@ -35,8 +35,8 @@ static void run_rows(const problem *p, int first, int end, float *y) {
     buffer ro = buffer_make(p->row_overlay + first, (size_t)rows * 4);
     k_linear_args args = {.x = x.data, .w = w.data, .y = out.data, .bias = bias.data, .overlays = table.data, .tiles = t.data,
                           .segments = s.data, .row_overlay = ro.data, .tile_count = tiles, .tile_rows_max = rows_max, .n = c.n, .k = c.k,
-                          .y_stride = c.n, .planes_max = c.variants ? c.planes : 0};
-    CUDA_OK(k_linear_plain_bf16(&args, NULL));
+                          .y_stride = c.n, .fp16 = p->fp16, .planes_max = c.variants ? c.planes : 0};
+    CUDA_OK(k_linear_plain(&args, NULL));
     CUDA_OK(cudaDeviceSynchronize());
     buffer_get(&out, y);
     buffer *all[] = {&x, &w, &out, &bias, &table, &s, &t, &ro};
@@ -53,14 +53,14 @@ static const linear_case cases[] = {
 
 static void test_against_float64(void **state) {
     (void)state;
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        problem p = problem_make(cases[i]);
+    for (size_t i = 0; i < 2 * (sizeof cases / sizeof *cases); i++) {
+        problem p = problem_make_element(cases[i / 2], i % 2);
         size_t count = (size_t)p.c.rows * (size_t)p.c.n;
         float *y = malloc(count * 4);
         double *want = malloc(count * 8);
         run_rows(&p, 0, p.c.rows, y);
         reference(&p, want);
-        /* Inputs are exact in bf16, products and sums in float32: about 1e-7 sqrt(k). */
+        /* Inputs are exact, products and sums in float32: about 1e-7 sqrt(k). */
         CHECK_L2(y, want, count, 2e-6, "case %zu: rows %d n %d k %d variants %d planes %d", i, p.c.rows, p.c.n, p.c.k, p.c.variants, p.c.planes);
         free(y);
         free(want);

@@ -3,43 +3,11 @@
 #include "fast.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "cuda_internal.h"
 
-static const uint32_t tile_tokens[3] = {256, 128, 64};
-
-typedef CUresult (*encode_fn)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
-                              const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
-                              const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
-                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-/* Row-major [rows, cols] bf16 in boxes of box_rows x 64, 128-byte swizzle. L2 promotion of 256
- * bytes was measured to cost 3-8% of the memory's read rate with 128-byte rows. */
-static bool map_make(encode_fn encode, CUtensorMap *map, const void *data, uint64_t rows,
-                     uint64_t cols, uint32_t box_rows) {
-    const cuuint64_t size[2] = {cols, rows}, stride[1] = {cols * 2};
-    const cuuint32_t box[2] = {64, box_rows}, step[2] = {1, 1};
-    union { /* the driver does not write through it, but its prototype lacks const */
-        const void *in;
-        void *out;
-    } address = {.in = data};
-    return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, address.out, size, stride, box, step,
-                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                  CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
-
-static encode_fn encoder(void) {
-    union {
-        void *data;
-        encode_fn function;
-    } entry = {.data = NULL};
-    enum cudaDriverEntryPointQueryResult found;
-    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry.data, 12000,
-                                         cudaEnableDefault, &found) != cudaSuccess)
-        return NULL;
-    return found == cudaDriverEntryPointSuccess ? entry.function : NULL;
-}
+static const uint32_t tile_tokens[CUDA_TILES] = {256, 128, 64};
 
 static void group_shape(const bd_cuda *cuda, bd_group group, cuda_group *out) {
     static const bd_linear firsts[CUDA_GROUPS] = {BD_LINEAR_Q, BD_LINEAR_O, BD_LINEAR_GATE,
@@ -57,8 +25,8 @@ static void group_shape(const bd_cuda *cuda, bd_group group, cuda_group *out) {
     out->fast = aligned && out->k % 256 == 0 && out->k <= 65536 && out->n % 8 == 0;
 }
 
-static bool group_maps(bd_cuda *cuda, encode_fn encode, bd_group group) {
-    static const uint32_t box_rows[X_BOX_COUNT] = {128, 64, 32, 16, 8};
+static bool group_maps(bd_cuda *cuda, bd_group group) {
+    static const uint32_t box_rows[X_BOX_COUNT] = {128, 64, 32};
     cuda_group *g = &cuda->fast.groups[group];
     const uint32_t rows = cuda->options.rows_max;
     g->x_data = group == BD_GROUP_O      ? cuda->attn
@@ -66,12 +34,12 @@ static bool group_maps(bd_cuda *cuda, encode_fn encode, bd_group group) {
                                          : cuda->normed;
     g->y_data = g->count > 1 ? cuda->fast.fused : (uint16_t *)(void *)cuda->proj;
     for (uint32_t i = 0; i < X_BOX_COUNT; i++)
-        if (!map_make(encode, &g->x[i], g->x_data, rows, g->k, box_rows[i])) return false;
+        if (!cuda_map_make(&g->x[i], g->x_data, rows, g->k, box_rows[i], cuda->fp16)) return false;
     for (uint32_t layer = 0; layer < cuda->shape.layers; layer++)
-        if (!map_make(encode, &cuda->fast.w[layer][group], cuda->linears[layer][g->first], g->n,
-                      g->k, 128))
+        if (!cuda_map_make(&cuda->fast.w[layer][group], cuda->linears[layer][g->first], g->n, g->k,
+                           128, cuda->fp16))
             return false;
-    return map_make(encode, &g->y, g->y_data, rows, g->n, 32);
+    return cuda_map_make(&g->y, g->y_data, rows, g->n, 32, cuda->fp16);
 }
 
 void cuda_fast_open(bd_cuda *cuda) {
@@ -80,16 +48,14 @@ void cuda_fast_open(bd_cuda *cuda) {
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, cuda->device);
     cudaDeviceGetAttribute(&fast->sm_count, cudaDevAttrMultiProcessorCount, cuda->device);
     if (fast->sm_count > CUDA_SM_MAX) fast->sm_count = CUDA_SM_MAX;
-    const encode_fn encode = encoder();
     fast->w = calloc(cuda->shape.layers, sizeof *fast->w);
     fast->usable =
-        major == 9 && encode && fast->w &&
+        major == 9 && fast->w &&
         cudaMemset(fast->workspace, 0, k_decode_workspace_bytes(fast->sm_count)) == cudaSuccess &&
         cudaMemset(fast->tickets, 0, CUDA_TICKETS * sizeof *fast->tickets) == cudaSuccess;
     for (uint32_t group = 0; group < CUDA_GROUPS; group++) {
         group_shape(cuda, (bd_group)group, &fast->groups[group]);
-        if (!fast->usable || !fast->groups[group].fast ||
-            !group_maps(cuda, encode, (bd_group)group))
+        if (!fast->usable || !fast->groups[group].fast || !group_maps(cuda, (bd_group)group))
             fast->groups[group].fast = false;
     }
 }
@@ -135,7 +101,7 @@ static bool overlays_usable(const bd_cuda *cuda, const bd_step *step) {
 }
 
 static bool tiles_fill(bd_cuda *cuda, const bd_step *step, cuda_fast_step *d) {
-    for (uint32_t t = 0; t < 3; t++) {
+    for (uint32_t t = 0; t < CUDA_TILES; t++) {
         uint32_t count = 0;
         for (uint32_t s = 0; s < step->segment_count; s++)
             count += (step->segments[s].row_count + tile_tokens[t] - 1) / tile_tokens[t];
@@ -155,119 +121,118 @@ static bool tiles_fill(bd_cuda *cuda, const bd_step *step, cuda_fast_step *d) {
     return true;
 }
 
+/* Rows in chunks of K_DECODE_ROWS at most, and in each the runs of one variant as its slots. */
 static bool slots_fill(bd_cuda *cuda, const bd_step *step, cuda_fast_step *d) {
-    int32_t *columns = cuda_upload_reserve(cuda, CUDA_DECODE_ROWS_MAX, sizeof *columns,
-                                           (const void **)&d->columns);
+    int32_t *columns =
+        cuda_upload_reserve(cuda, step->row_count, sizeof *columns, (const void **)&d->columns);
     int32_t *slot =
-        cuda_upload_reserve(cuda, CUDA_DECODE_ROWS_MAX, sizeof *slot, (const void **)&d->slot);
+        cuda_upload_reserve(cuda, step->row_count, sizeof *slot, (const void **)&d->slot);
     if (!columns || !slot) return false;
+    uint32_t slots = 0;
+    cuda_chunk *chunk = NULL;
     for (uint32_t s = 0; s < step->segment_count; s++) {
-        const bd_segment *segment = &step->segments[s];
-        int32_t at = -1;
-        if (segment->overlay >= 0) {
-            for (at = 0; at < (int32_t)d->variants && columns[at] != segment->overlay; at++)
-                continue;
-            if (at == (int32_t)d->variants) columns[d->variants++] = segment->overlay;
+        const int32_t overlay = step->segments[s].overlay;
+        const uint32_t end = step->segments[s].first_row + step->segments[s].row_count;
+        for (uint32_t row = step->segments[s].first_row; row < end; row++) {
+            bool fresh = overlay >= 0 && (row == step->segments[s].first_row);
+            if (!chunk || chunk->rows == K_DECODE_ROWS || (fresh && chunk->slots == 16)) {
+                chunk = &d->chunks[d->chunk_count++];
+                chunk->first_row = row;
+                chunk->first_slot = slots;
+                fresh = overlay >= 0;
+            }
+            if (fresh) columns[slots++] = overlay, chunk->slots++;
+            chunk->rows++;
+            slot[row] = overlay < 0 ? -1 : (int32_t)chunk->slots - 1;
         }
-        for (uint32_t row = segment->first_row; row < segment->first_row + segment->row_count;
-             row++)
-            slot[row] = at;
     }
     return true;
 }
 
 bool cuda_fast_step_fill(bd_cuda *cuda, const bd_step *step) {
     cuda_fast_step *d = &cuda->fast_step;
-    *d = (cuda_fast_step){.usable = cuda->fast.usable && overlays_usable(cuda, step),
-                          .decode = step->row_count <= CUDA_DECODE_ROWS_MAX};
+    memset(d, 0, sizeof *d); /* with its padding: recorded steps are found by its bytes */
+    d->usable = cuda->fast.usable && overlays_usable(cuda, step);
     if (!d->usable) return true;
     for (uint32_t s = 0; s < step->segment_count; s++)
         d->any_delta |= step->segments[s].overlay >= 0;
-    return d->decode ? slots_fill(cuda, step, d) : tiles_fill(cuda, step, d);
+    if (step->row_count <= CUDA_DECODE_ROWS_MAX && !slots_fill(cuda, step, d)) return false;
+    return step->row_count <= CUDA_DECODE_ONLY_ROWS || tiles_fill(cuda, step, d);
 }
 
-int cuda_fast_planes_nb(const bd_step *step) {
-    int nb = 1;
-    while (nb < (int)step->row_count)
-        nb *= 2;
-    return nb;
-}
-
-bool cuda_fast_wants_planes(const bd_cuda *cuda, uint32_t layer) {
-    const cuda_fast_step *d = &cuda->fast_step;
-    return d->usable && d->decode && d->variants && layer < cuda->shape.layers &&
-           cuda->fast.groups[BD_GROUP_QKV].fast && cuda->fast.groups[BD_GROUP_GATE_UP].fast;
-}
-
-static bd_status decode(bd_cuda *cuda, const bd_step *step, uint32_t layer, bd_group group,
+static bd_status decode(bd_cuda *cuda, uint32_t layer, bd_group group, const cuda_chunk *chunk,
                         bd_error *err) {
     cuda_fast *fast = &cuda->fast;
     const cuda_group *g = &fast->groups[group];
     const cuda_fast_step *d = &cuda->fast_step;
-    const int nb = cuda_fast_planes_nb(step);
-    const bool after_norm = group == BD_GROUP_QKV || group == BD_GROUP_GATE_UP;
-    if (d->variants && !(after_norm && d->planes_made)) {
+    const int tokens = k_decode_tokens((int)chunk->rows);
+    const uint16_t *x = g->x_data + (size_t)chunk->first_row * g->k;
+    if (chunk->slots && tokens > 16) {
         const cudaError_t error =
-            k_planes_bf16(fast->planes, fast->plane_scale, fast->plane_sum, g->x_data,
-                          (int)step->row_count, (int)g->k, nb, cuda->stream);
+            k_planes(fast->planes, x, (int)chunk->rows, (int)g->k, cuda->fp16, true, cuda->stream);
         const bd_status s = cuda_check(cuda, error, "bit planes", err);
         if (s != BD_OK) return s;
     }
-    const k_decode_args args = {
-        .w = fast->w[layer][group],
-        .x = g->x[nb == 16 ? X_BOX_16 : X_BOX_8],
-        .w_data = cuda->linears[layer][g->first],
-        .planes = fast->planes,
-        .scale = fast->plane_scale,
-        .sum = fast->plane_sum,
-        .overlays = cuda->step.linears +
-                    (size_t)(layer * BD_LINEAR_COUNT + g->first) * cuda->step.overlay_count,
-        .columns = d->columns,
-        .slot = d->slot,
-        .bias = cuda_group_bias(cuda, layer, group),
-        .y = g->y_data,
-        .workspace = fast->workspace,
-        .ticket = &fast->tickets[fast->next_ticket++ % CUDA_TICKETS],
-        .rows = (int32_t)step->row_count,
-        .n = (int32_t)g->n,
-        .k = (int32_t)g->k,
-        .variants = (int32_t)d->variants,
-        .sm_count = fast->sm_count,
-        .pdl = d->variants > 0 ||
-               after_norm}; /* the kernel before is a norm or the one that makes the planes */
-    return cuda_check(cuda, k_decode_bf16(&args, nb, cuda->stream), "decode", err);
+    const k_decode_args args = {.w = fast->w[layer][group],
+                                .x = g->x[tokens == 64 ? X_BOX_64 : X_BOX_32],
+                                .w_data = cuda->linears[layer][g->first],
+                                .x_data = x,
+                                .first_row = (int32_t)chunk->first_row,
+                                .planes = fast->planes,
+                                .overlays = cuda->step.linears +
+                                            (size_t)(layer * BD_LINEAR_COUNT + g->first) *
+                                                cuda->step.overlay_count,
+                                .columns = d->columns + chunk->first_slot,
+                                .slot = d->slot + chunk->first_row,
+                                .bias = cuda_group_bias(cuda, layer, group),
+                                .y = g->y_data + (size_t)chunk->first_row * g->n,
+                                .workspace = fast->workspace,
+                                .ticket = &fast->tickets[fast->next_ticket++ % CUDA_TICKETS],
+                                .rows = (int32_t)chunk->rows,
+                                .n = (int32_t)g->n,
+                                .k = (int32_t)g->k,
+                                .variants = (int32_t)chunk->slots,
+                                .sm_count = fast->sm_count,
+                                .fp16 = cuda->fp16,
+                                .pdl = 1};
+    return cuda_check(cuda, k_decode(&args, cuda->stream), "decode", err);
 }
 
-/* Relative cost of a main-loop pass over K by tile size, measured on an H200; a split halves the
- * pass and adds a reduction. */
-static const double pass_cost[3] = {1.0, 0.55, 0.33};
+typedef struct gemm_choice {
+    uint32_t tile; /* index of tile_tokens */
+    int split;
+    double cost;
+} gemm_choice;
 
-static void choose_tile(const cuda_fast *fast, const cuda_group *g, const cuda_fast_step *d,
-                        uint32_t *best, int *best_split) {
-    double least = 1e300;
-    const double clusters = fast->sm_count / 2;
-    const uint32_t pairs = (g->n + 255) / 256;
-    for (uint32_t t = 0; t < 3; t++)
-        for (int split = 1; split <= 2; split++) {
-            if (split == 2 && g->k % 512) continue;
-            const double items = (double)d->tile_count[t] * pairs * split;
-            const double waves = (double)(uint64_t)((items + clusters - 1) / clusters);
-            const double cost = waves * (pass_cost[t] / split + (split == 2 ? 0.06 : 0.0));
-            if (cost < least - 1e-9) least = cost, *best = t, *best_split = split;
+static gemm_choice choose_tile(const cuda_fast *fast, const cuda_group *g,
+                               const cuda_fast_step *d) {
+    gemm_choice best = {.cost = 1e300};
+    for (uint32_t t = 0; t < CUDA_TILES; t++)
+        for (int split = 1; split <= (t == 0 ? 4 : 2); split *= 2) {
+            const double cost = k_gemm_cost((int)g->n, (int)g->k, (int)tile_tokens[t], split,
+                                            (int)d->tile_count[t], fast->sm_count);
+            if (cost < best.cost * 0.999) best = (gemm_choice){t, split, cost};
         }
+    return best;
 }
 
-static bd_status prefill(bd_cuda *cuda, uint32_t layer, bd_group group, bd_error *err) {
+static double chunks_cost(const cuda_fast *fast, const cuda_group *g, const cuda_fast_step *d) {
+    double cost = 0;
+    for (uint32_t c = 0; c < d->chunk_count; c++)
+        cost += k_decode_cost((int)g->n, (int)g->k, (int)d->chunks[c].rows, (int)d->chunks[c].slots,
+                              fast->sm_count);
+    return cost;
+}
+
+static bd_status prefill(bd_cuda *cuda, uint32_t layer, bd_group group, gemm_choice choice,
+                         bd_error *err) {
+    static const int boxes[CUDA_TILES] = {X_BOX_128, X_BOX_64, X_BOX_32};
     const cuda_fast *fast = &cuda->fast;
     const cuda_group *g = &fast->groups[group];
     const cuda_fast_step *d = &cuda->fast_step;
-    uint32_t t = 0;
-    int split = 1;
-    choose_tile(fast, g, d, &t, &split);
+    const uint32_t t = choice.tile;
     const k_gemm_args args = {.w = fast->w[layer][group],
-                              .x = g->x[t == 0   ? X_BOX_128
-                                        : t == 1 ? X_BOX_64
-                                                 : X_BOX_32],
+                              .x = g->x[boxes[t]],
                               .y = g->y,
                               .w_data = cuda->linears[layer][g->first],
                               .y_data = g->y_data,
@@ -279,18 +244,25 @@ static bd_status prefill(bd_cuda *cuda, uint32_t layer, bd_group group, bd_error
                               .tile_count = (int32_t)d->tile_count[t],
                               .n = (int32_t)g->n,
                               .k = (int32_t)g->k,
+                              .fp16 = cuda->fp16,
                               .group = 8,
-                              .sm_count = fast->sm_count};
-    if (t == 0 && split == 1)
-        return cuda_check(cuda, k_gemm_waves_bf16(&args, d->any_delta, cuda->stream), "prefill",
-                          err);
+                              .sm_count = fast->sm_count,
+                              .pdl = 1};
     return cuda_check(cuda,
-                      k_gemm_bf16(&args, (int)tile_tokens[t], split, d->any_delta, cuda->stream),
+                      k_gemm(&args, (int)tile_tokens[t], choice.split, d->any_delta, cuda->stream),
                       "prefill", err);
 }
 
-bd_status cuda_fast_linear(bd_cuda *cuda, const bd_step *step, uint32_t layer, bd_group group,
-                           bd_error *err) {
-    return cuda->fast_step.decode ? decode(cuda, step, layer, group, err)
-                                  : prefill(cuda, layer, group, err);
+bd_status cuda_fast_linear(bd_cuda *cuda, uint32_t layer, bd_group group, bd_error *err) {
+    const cuda_fast_step *d = &cuda->fast_step;
+    const cuda_group *g = &cuda->fast.groups[group];
+    if (d->tiles[0]) {
+        const gemm_choice choice = choose_tile(&cuda->fast, g, d);
+        if (d->chunk_count == 0 || choice.cost <= chunks_cost(&cuda->fast, g, d))
+            return prefill(cuda, layer, group, choice, err);
+    }
+    bd_status s = BD_OK;
+    for (uint32_t c = 0; s == BD_OK && c < d->chunk_count; c++)
+        s = decode(cuda, layer, group, &d->chunks[c], err);
+    return s;
 }

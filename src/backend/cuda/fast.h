@@ -12,11 +12,15 @@
 
 struct bd_cuda;
 
-#define CUDA_GROUPS          4u /* bd_group */
-#define CUDA_DECODE_ROWS_MAX 16u
+#define CUDA_GROUPS           4u  /* bd_group */
+#define CUDA_DECODE_ONLY_ROWS 16u /* steps up to here are decode's: a row does not see its batch   \
+                                   */
+#define CUDA_DECODE_ROWS_MAX 256u /* up to here decode, in chunks, where it costs less */
+#define CUDA_CHUNKS_MAX      17u  /* all but the last have K_DECODE_ROWS rows or 16 slots */
 #define CUDA_TICKETS         64u
+#define CUDA_TILES           3u /* sizes of tiles: 256, 128, 64 tokens */
 
-enum { X_BOX_128, X_BOX_64, X_BOX_32, X_BOX_16, X_BOX_8, X_BOX_COUNT }; /* rows of a box of x */
+enum { X_BOX_128, X_BOX_64, X_BOX_32, X_BOX_COUNT }; /* rows of a box of x */
 
 typedef struct cuda_group {
     bool fast;
@@ -32,24 +36,25 @@ typedef struct cuda_fast {
     int sm_count;
     cuda_group groups[CUDA_GROUPS];
     CUtensorMap (*w)[CUDA_GROUPS]; /* [layers] */
-    uint16_t *fused;               /* [rows_max, widest fused output] bf16 */
+    uint16_t *fused;               /* [rows_max, widest fused output] */
     uint8_t *planes;
-    float *plane_scale;
-    int32_t *plane_sum;
-    unsigned long long *workspace;
-    unsigned *tickets;
+    unsigned long long *workspace; /* the decode kernel's */
+    unsigned *tickets;             /* [CUDA_TICKETS] */
     uint32_t next_ticket;
 } cuda_fast;
 
+typedef struct cuda_chunk { /* rows for one launch of the decode kernel, and their slots */
+    uint32_t first_row, rows, first_slot, slots;
+} cuda_chunk;
+
 /* Device pointers of the step's lists, in the upload. */
 typedef struct cuda_fast_step {
-    bool usable;                 /* at most one plane, fused planes adjacent */
-    const k_gemm_tile *tiles[3]; /* of 256, 128, 64 tokens */
-    uint32_t tile_count[3];
-    const int32_t *columns, *slot; /* decode: overlay column of each slot, slot of each row */
-    uint32_t variants;
-    bool any_delta, decode;
-    bool planes_made; /* the norm kernel just launched made the planes of its rows */
+    bool usable, any_delta;               /* at most one plane, fused planes adjacent */
+    const k_gemm_tile *tiles[CUDA_TILES]; /* none where decode takes every row */
+    uint32_t tile_count[CUDA_TILES];
+    const int32_t *columns, *slot; /* overlay column of each slot, slot of each row in its chunk */
+    cuda_chunk chunks[CUDA_CHUNKS_MAX];
+    uint32_t chunk_count; /* 0: too many rows */
 } cuda_fast_step;
 
 /* After the arenas are carved. Never fails: what cannot be fast is left to the plain kernels. */
@@ -57,12 +62,7 @@ void cuda_fast_open(struct bd_cuda *cuda);
 void cuda_fast_close(struct bd_cuda *cuda);
 /* Fills the lists of the step; false: the upload is full. */
 bool cuda_fast_step_fill(struct bd_cuda *cuda, const bd_step *step);
-/* Whether the norm before a layer's qkv or gate/up should make the bit planes of its rows, and for
- * how many rows. */
-bool cuda_fast_wants_planes(const struct bd_cuda *cuda, uint32_t layer);
-int cuda_fast_planes_nb(const bd_step *step);
-/* The group's outputs in groups[group].y_data, bf16. */
-bd_status cuda_fast_linear(struct bd_cuda *cuda, const bd_step *step, uint32_t layer,
-                           bd_group group, bd_error *err);
+/* The group's outputs in groups[group].y_data, 16-bit. */
+bd_status cuda_fast_linear(struct bd_cuda *cuda, uint32_t layer, bd_group group, bd_error *err);
 
 #endif
