@@ -12,13 +12,15 @@
 
 struct bd_cuda;
 
-#define CUDA_GROUPS           4u  /* bd_group */
-#define CUDA_DECODE_ONLY_ROWS 16u /* steps up to here are decode's: a row does not see its batch   \
-                                   */
-#define CUDA_DECODE_ROWS_MAX 256u /* up to here decode, in chunks, where it costs less */
-#define CUDA_CHUNKS_MAX      17u  /* all but the last have K_DECODE_ROWS rows or 16 slots */
-#define CUDA_TICKETS         64u
-#define CUDA_TILES           3u /* sizes of tiles: 256, 128, 64 tokens */
+/* Steps of up to DECODE_ONLY rows are decode's: a row does not see its batch. Up to DECODE_ROWS_MAX
+ * it is decode, in chunks, or prefill, whichever costs less. All chunks but the last have
+ * K_DECODE_ROWS rows or 16 slots. */
+#define CUDA_DECODE_ONLY_ROWS 16u
+#define CUDA_DECODE_ROWS_MAX  256u
+#define CUDA_CHUNKS_MAX       17u
+#define CUDA_GROUPS           4u /* bd_group */
+#define CUDA_TICKETS          64u
+#define CUDA_TILES            3u /* of 256, 128, 64 tokens */
 
 enum { X_BOX_128, X_BOX_64, X_BOX_32, X_BOX_COUNT }; /* rows of a box of x */
 
