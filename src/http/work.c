@@ -115,8 +115,12 @@ static bool simple_route(bd_request *request, bd_openai *openai, bd_api_error *e
 }
 
 /* Whether the answer comes later and from elsewhere. */
+static bool is_completion(const bd_route *route) {
+    return route->id == BD_ROUTE_COMPLETIONS || route->id == BD_ROUTE_CHAT;
+}
+
 static bool is_deferred(const bd_route *route) {
-    return route->id == BD_ROUTE_COMPLETIONS || route->id == BD_ROUTE_ADMIN_RESCAN ||
+    return is_completion(route) || route->id == BD_ROUTE_ADMIN_RESCAN ||
            route->id == BD_ROUTE_LOAD_ADAPTER || route->id == BD_ROUTE_UNLOAD_ADAPTER;
 }
 
@@ -126,7 +130,7 @@ void bd_work_run(bd_request *request) {
     bool deferred = is_deferred(request->route), ok;
     if (!deferred)
         ok = simple_route(request, openai, &err);
-    else if (request->route->id == BD_ROUTE_COMPLETIONS)
+    else if (is_completion(request->route))
         ok = start_completion(request, openai, &err);
     else
         ok = bd_admin_change(request, &err);
