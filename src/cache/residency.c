@@ -342,16 +342,19 @@ bd_status bd_variant_want(bd_cache *cache, bd_variant *variant, uint64_t now_us,
 
 /* ---- leases ---- */
 
+/* Not by the state: one that drains may still load for those who have begun. */
 static bd_lease lease_of(bd_variant *variant) {
-    const bool loading = variant->state == BD_VARIANT_LOADING;
-    return (bd_lease){
-        .variant = variant, .overlay = variant->overlay, .load = loading ? &variant->load : NULL};
+    return (bd_lease){.variant = variant,
+                      .overlay = variant->overlay,
+                      .load = variant->load_active ? &variant->load : NULL};
 }
 
-/* Whether a lease may be given out while the variant loads; the overlay is there then. */
+/* Whether a lease may be given out while the variant loads; the overlay is there then. Asked for
+ * every one: of a load that stopped moving, those who come later wait here, not in the engine. */
 static bool may_lease_early(const bd_cache *cache, bd_variant *variant, uint64_t now_us) {
     if (variant->state != BD_VARIANT_LOADING || !cache->may_start) return false;
-    if (variant->overlay) return true;
+    /* Others are being told right now: nobody is to wait behind them. */
+    if (variant->overlay && variant->delivery.first) return true;
     const bd_load *load = &variant->load;
     const bd_load_early *early = atomic_load_explicit(&load->early, memory_order_acquire);
     /* A finished one is ready, or failed, in a moment. */

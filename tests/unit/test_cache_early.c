@@ -238,6 +238,81 @@ static void test_all_leave(void **state) {
     end(&s);
 }
 
+/* A load that no longer moves: those who come later wait for it outside. */
+static void test_asked_for_everyone(void **state) {
+    (void)state;
+    scene s;
+    bd_lease lease;
+    record late = {.waiter.ready = note};
+    begin(&s, 1);
+    lease_early(&s);
+    s.may = false;
+    assert_int_equal(acquire(&s, 0, 3, &lease, &late), BD_AGAIN);
+    bd_cache_poll(s.cache, 4);
+    assert_int_equal(late.calls, 0);
+    assert_int_equal(info(&s, 0).references, 1);
+    cache_fake_finish(&s.fake, 0, BD_OK);
+    bd_cache_poll(s.cache, 5);
+    assert_int_equal(late.calls, 1);
+    assert_int_equal(late.status, BD_OK);
+    assert_null(late.lease.load);
+    bd_cache_release(s.cache, &late.lease, 6);
+    bd_cache_release(s.cache, &s.r.lease, 6);
+    end(&s);
+}
+
+typedef struct meddler { /* a waiter that unloads the variant and asks again, when called */
+    record r;
+    scene *scene;
+    bd_status unload, again;
+    bd_lease lease;
+} meddler;
+
+static void meddle(bd_cache_waiter *waiter, bd_status status, const bd_lease *lease,
+                   const bd_error *err) {
+    meddler *m = (meddler *)(void *)waiter;
+    scene *s = m->scene;
+    note(waiter, status, lease, err);
+    s->may = false;
+    m->again = acquire(s, 0, 3, &m->lease, &s->r);
+    m->unload = bd_cache_unload(s->cache, s->v[0], NULL);
+}
+
+/* Several early leases at once, and the first of them has the variant unloaded: the others' are
+ * still of a load under way. */
+static void test_unload_among_early_leases(void **state) {
+    (void)state;
+    scene s;
+    bd_lease lease;
+    begin(&s, 1);
+    meddler m = {.r.waiter.ready = meddle, .scene = &s};
+    record second = {.waiter.ready = note};
+    assert_int_equal(acquire(&s, 0, 1, &lease, &m.r), BD_AGAIN);
+    assert_int_equal(acquire(&s, 0, 1, &lease, &second), BD_AGAIN);
+    cache_fake_publish(&s.fake, 0);
+    bd_cache_poll(s.cache, 2);
+    assert_int_equal(m.unload, BD_BUSY);
+    assert_int_equal(m.again, BD_OK);
+    assert_int_equal(second.calls, 1);
+    assert_int_equal(second.status, BD_OK);
+    assert_non_null(m.r.lease.load);
+    assert_non_null(m.lease.load);
+    assert_non_null(second.lease.load);
+    assert_int_equal(info(&s, 0).references, 3);
+    assert_int_equal(info(&s, 0).state, BD_VARIANT_DRAINING);
+    assert_false(atomic_load(&s.fake.loads[0]->cancel));
+    cache_fake_finish(&s.fake, 0, BD_E_IO);
+    bd_cache_poll(s.cache, 3);
+    assert_int_equal(cache_fake_overlays, 1);
+    bd_cache_release(s.cache, &m.lease, 4);
+    bd_cache_release(s.cache, &m.r.lease, 4);
+    assert_int_equal(cache_fake_overlays, 1);
+    bd_cache_release(s.cache, &second.lease, 4);
+    assert_int_equal(cache_fake_overlays, 0);
+    assert_int_equal(bd_cache_pages_free(s.cache), 1);
+    end(&s);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_given_when_allowed),
@@ -247,6 +322,8 @@ int main(void) {
         cmocka_unit_test(test_forget),
         cmocka_unit_test(test_no_eviction),
         cmocka_unit_test(test_all_leave),
+        cmocka_unit_test(test_asked_for_everyone),
+        cmocka_unit_test(test_unload_among_early_leases),
     };
     return cmocka_run_group_tests_name("cache_early", tests, NULL, NULL);
 }

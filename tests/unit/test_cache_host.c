@@ -125,6 +125,35 @@ static void test_failed_load_leaves_none(void **state) {
     lab_close(&l);
 }
 
+/* What a load cut short had read is no copy. */
+static void test_cut_short_leaves_none(void **state) {
+    (void)state;
+    lab l;
+    lab_request r;
+    int32_t ids[NEW], again[NEW];
+    open_lab(&l, 1, 16 * MIB);
+    atomic_store(&l.reader.stall_at, 600000);
+    lab_submit(&l, &r, 0, PROMPT, NEW, 5);
+    while (!atomic_load(&l.reader.stalled))
+        lab_sleep_us(200);
+    assert_int_equal(lab_unload(&l, 0), BD_BUSY);
+    atomic_store(&l.reader.stall_at, 0);
+    lab_wait(&r);
+    assert_int_equal(r.finish, BD_FINISH_ERROR);
+    lab_make_cold(&l, 0);
+    assert_true(lab_info(&l, 0).host_bytes == 0);
+    assert_true(bd_metric_value(l.cache->metric_host_used) == 0);
+    const uint64_t read = read_bytes(&l);
+    answer(&l, 0, ids);
+    assert_true(read_bytes(&l) - read >= l.files[0].bytes);
+    assert_int_equal(lab_info(&l, 0).host_hits, 0);
+    lab_make_cold(&l, 0);
+    answer(&l, 0, again);
+    assert_int_equal(lab_info(&l, 0).host_hits, 1);
+    assert_memory_equal(ids, again, sizeof ids);
+    lab_close(&l);
+}
+
 static void shell(const char *command) {
     assert_int_equal(system(command), 0);
 }
@@ -220,6 +249,7 @@ int main(void) {
         {"comes back", test_comes_back, NULL, NULL, NULL},
         {"too small", test_too_small, NULL, NULL, NULL},
         {"a failed load leaves none", test_failed_load_leaves_none, NULL, NULL, NULL},
+        {"a load cut short leaves none", test_cut_short_leaves_none, NULL, NULL, NULL},
         {"replaced files", test_replaced_files, NULL, NULL, NULL},
         {"memory", test_memory, NULL, NULL, NULL},
     };

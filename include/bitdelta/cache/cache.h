@@ -66,9 +66,9 @@ BD_MUST_CHECK bd_status bd_cache_create(const bd_cache_options *options, bd_cach
 void bd_cache_destroy(bd_cache *cache); /* no lease may be out; cancels loads, calls no waiter */
 
 /* Leases of variants still loading: from now on a load's waiters get theirs as soon as
- * may_start(ctx, load, now) says so (asked in every poll once load->early is set), and callers of
- * acquire after them at once. NULL: none. A load that fails keeps its pages and overlay until those
- * leases are back. */
+ * may_start(ctx, load, now) says so, asked in every poll once load->early is set, and for every
+ * caller of acquire. NULL: none. A load that fails keeps its pages and overlay until those leases
+ * are back. */
 void bd_cache_stream(bd_cache *cache,
                      bool (*may_start)(void *ctx, const bd_load *load, uint64_t now_us), void *ctx);
 
