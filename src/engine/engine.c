@@ -221,7 +221,8 @@ static bool launch(bd_engine *engine) {
     if (!buffer) return false;
     uint64_t now_us = bd_now_us();
     engine->in_flight = buffer;
-    /* Twice, since the launch itself may wait for the device. */
+    /* Twice, since the launch itself may wait for the device, or for half the deadline at the gate
+     * of a loading variant. */
     engine->give_up_us = later(now_us, engine->options.step_deadline_us, 2);
     bd_executor_submit(engine->executor, &buffer->step, buffer->gated ? &buffer->gate : NULL,
                        buffer->results, later(now_us, engine->options.step_deadline_us, 1));

@@ -31,12 +31,19 @@ struct bd_executor {
     bd_error error;
 };
 
+/* What the step waited for a variant's layers is not the device's time. */
+static uint64_t deadline_of(const bd_executor *executor) {
+    const uint64_t deadline_us = executor->deadline_us;
+    const uint64_t waited_us = executor->gate ? executor->gate->waited_us : 0;
+    return deadline_us < UINT64_MAX - waited_us ? deadline_us + waited_us : UINT64_MAX;
+}
+
 static void run_step(bd_executor *executor) {
     bd_error_clear(&executor->error);
     bd_status status =
         executor->ops.forward(executor->ctx, executor->step, executor->gate, &executor->error);
     if (status == BD_OK)
-        status = executor->ops.wait(executor->ctx, executor->step, executor->deadline_us,
+        status = executor->ops.wait(executor->ctx, executor->step, deadline_of(executor),
                                     executor->results, &executor->error);
     executor->status = status;
     atomic_store_explicit(&executor->state, EXECUTOR_OVER, memory_order_release);

@@ -82,6 +82,7 @@ typedef struct bd_engine_group {
     bool whole;          /* was late once: waits for the whole load now */
     uint32_t members;
     uint64_t served_step; /* when it last had rows */
+    uint32_t rows;        /* of loading ones: that the next step could have */
     bool wanted, chosen;
 } bd_engine_group;
 
@@ -186,9 +187,9 @@ bool bd_engine_may_stream(void *ctx, const bd_load *load, uint64_t now_us);
 /* Takes note of loads that ended. Sequences of failed ones end with the load's error, but for those
  * not delivered yet: theirs is the next call. */
 void bd_engine_settle_loads(bd_engine *engine);
-/* A step of `rows` rows, with others or not, may have this group's rows now. */
-bool bd_group_may_run(bd_engine *engine, const bd_engine_group *group, uint32_t rows, bool company,
-                      uint64_t now_us);
+/* Marks as wanted those loading groups with rows that the next step may have, beside `rows` rows
+ * that it has anyway. */
+void bd_engine_want_loading(bd_engine *engine, uint32_t rows, uint64_t now_us);
 /* The guard of a step just built, if it needs one. */
 void bd_gate_init(bd_engine *engine, bd_step_buffer *buffer);
 /* The gate had no rows of this sequence: they are to be computed again. */

@@ -13,9 +13,18 @@ static void wake_at(bd_engine *engine, uint64_t start_us, uint64_t now_us) {
     if (start_us < engine->stream_wake_us) engine->stream_wake_us = start_us;
 }
 
+/* Its steps had to wait for it once already. */
+static bool was_late(const bd_engine *engine, const bd_load *load) {
+    for (uint32_t i = 0; i < engine->group_count; i++) {
+        const bd_engine_group *group = &engine->groups[i];
+        if (group->members > 0 && group->load == load && group->whole) return true;
+    }
+    return false;
+}
+
 bool bd_engine_may_stream(void *ctx, const bd_load *load, uint64_t now_us) {
     bd_engine *engine = ctx;
-    if (engine->closed) return false;
+    if (engine->closed || was_late(engine, load)) return false;
     /* The earliest that any step could start: the slots of waiting sequences are not taken for the
      * whole load. Estimates are low, so half as much again. */
     const double step_us = bd_stream_step_us(&engine->times, engine->options.rows_max) * 1.5;
@@ -64,9 +73,9 @@ void bd_engine_settle_loads(bd_engine *engine) {
 
 /* ---- The plan ---- */
 
-bool bd_group_may_run(bd_engine *engine, const bd_engine_group *group, uint32_t rows, bool company,
-                      uint64_t now_us) {
-    if (!group->load) return true;
+/* A step of `rows` rows, with others or not, may have this group's rows now. */
+static bool may_run(bd_engine *engine, const bd_engine_group *group, uint32_t rows, bool company,
+                    uint64_t now_us) {
     if (bd_load_finished(group->load)) return false; /* settled in the next turn */
     if (group->whole) return false;
     const double spare = company ? BD_STREAM_SPARE : BD_STREAM_SPARE_ALONE;
@@ -75,6 +84,31 @@ bool bd_group_may_run(bd_engine *engine, const bd_engine_group *group, uint32_t 
     if (start_us <= now_us) return true;
     wake_at(engine, start_us, now_us);
     return false;
+}
+
+static uint32_t sum_up_to(uint32_t a, uint32_t b, uint32_t max) {
+    return a < max && b < max - a ? a + b : max;
+}
+
+/* Wants the groups that may run, at most `count` of them; returns how many. Each counts on its own
+ * rows and those sure to be in the step: more make it longer, so that nothing comes late. */
+static uint32_t want_some(bd_engine *engine, uint32_t rows, bool company, uint32_t count,
+                          uint64_t now_us) {
+    uint32_t wanted = 0;
+    for (uint32_t i = 0; i < engine->group_count && wanted < count; i++) {
+        bd_engine_group *group = &engine->groups[i];
+        if (!group->load || group->rows == 0) continue;
+        const uint32_t all = sum_up_to(rows, group->rows, engine->options.rows_max);
+        group->wanted = may_run(engine, group, all, company, now_us);
+        wanted += group->wanted;
+    }
+    return wanted;
+}
+
+void bd_engine_want_loading(bd_engine *engine, uint32_t rows, uint64_t now_us) {
+    if (want_some(engine, rows, true, UINT32_MAX, now_us) > 0 || rows > 0) return;
+    /* Nobody else runs: one may be a little late. */
+    (void)want_some(engine, rows, false, 1, now_us);
 }
 
 /* ---- The guard ---- */
@@ -91,25 +125,23 @@ void bd_gate_init(bd_engine *engine, bd_step_buffer *buffer) {
     const bd_step *step = &buffer->step;
     bd_stream_gate *gate = &buffer->gate;
     buffer->gated = false;
-    uint32_t complete = 0;
     for (uint32_t i = 0; i < step->overlay_count; i++) {
         gate->loads[i] = load_of(engine, step->overlays[i]);
         gate->voided[i] = false;
-        if (gate->loads[i])
-            buffer->gated = true;
-        else
-            complete++;
+        if (gate->loads[i]) buffer->gated = true;
     }
     gate->count = step->overlay_count;
     gate->layers = engine->layers;
     gate->start_us = bd_now_us();
     gate->waited_us = gate->late_us = 0;
     if (!buffer->gated) return;
-    const bool base_rows = step->segments[0].overlay < 0;
-    const bool company = complete > 0 || base_rows;
     gate->step_us = bd_stream_step_us(&engine->times, step->row_count);
     const uint64_t step_us = (uint64_t)gate->step_us;
+    const bool company = step->segment_count > 1;
     gate->patience_us = company ? step_us / 4 + PATIENCE_US : step_us + PATIENCE_ALONE_US;
+    /* The device's own time is not to be spent on waiting, see launch(). */
+    const uint64_t deadline_us = engine->options.step_deadline_us;
+    gate->wait_max_us = deadline_us > 0 ? deadline_us / 2 : UINT64_MAX;
     if (engine->metrics.streamed) bd_metric_add(engine->metrics.streamed, 1);
 }
 

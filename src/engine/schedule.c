@@ -47,28 +47,25 @@ static uint32_t smaller(uint32_t a, uint32_t b) {
 /* Marks groups with work; those still loading only if the step can be expected to find their
  * layers. */
 static void want_groups(bd_engine *engine) {
-    uint32_t rows = 0;
-    bool company = false, loading = false;
-    for (uint32_t i = 0; i < engine->group_count; i++)
+    const uint32_t max = engine->options.rows_max;
+    uint32_t rows = 0; /* of those that need not wait for a load */
+    bool loading = false;
+    for (uint32_t i = 0; i < engine->group_count; i++) {
         engine->groups[i].wanted = engine->groups[i].chosen = false;
+        engine->groups[i].rows = 0;
+    }
     for (const bd_sequence *s = engine->running.first; s; s = s->next) {
         if (!runnable(s)) continue;
-        uint32_t group = group_now(engine, s);
-        uint32_t chunk = smaller(rows_wanted(s), engine->options.prefill_chunk_tokens);
-        rows = smaller(rows + smaller(chunk, engine->options.rows_max), engine->options.rows_max);
-        bool loads = group != BD_GROUP_BASE && engine->groups[group].load;
-        if (loads)
-            loading = true;
-        else
-            company = true;
-        if (group != BD_GROUP_BASE) engine->groups[group].wanted = true;
+        const uint32_t index = group_now(engine, s);
+        bd_engine_group *group = index == BD_GROUP_BASE ? NULL : &engine->groups[index];
+        const bool loads = group && group->load;
+        uint32_t *sum = loads ? &group->rows : &rows;
+        const uint32_t chunk = smaller(rows_wanted(s), engine->options.prefill_chunk_tokens);
+        *sum = smaller(*sum + smaller(chunk, max), max);
+        loading = loading || loads;
+        if (group && !loads) group->wanted = true;
     }
-    if (!loading) return;
-    uint64_t now_us = bd_now_us();
-    for (uint32_t i = 0; i < engine->group_count; i++) {
-        bd_engine_group *group = &engine->groups[i];
-        if (group->wanted) group->wanted = bd_group_may_run(engine, group, rows, company, now_us);
-    }
+    if (loading) bd_engine_want_loading(engine, rows, bd_now_us());
 }
 
 /* At most variants_per_step_max of those with work, the longest unserved first: a rotation. */

@@ -80,6 +80,7 @@ static bool wait_for(bd_stream_gate *gate, const bd_load *load, uint32_t index) 
     uint64_t now_us = came_us;
     while ((state = layer_state(load, index)) == BD_LAYER_LATE) {
         if (now_us > due_us && gate->late_us + (now_us - due_us) > gate->patience_us) break;
+        if (gate->waited_us + (now_us - came_us) > gate->wait_max_us) break;
         const struct timespec pause = {.tv_nsec = GATE_SLEEP_NS};
         nanosleep(&pause, NULL);
         now_us = bd_now_us();

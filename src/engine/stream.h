@@ -38,6 +38,7 @@ typedef struct bd_stream_gate { /* of one step */
     uint64_t start_us; /* when the step was launched */
     double step_us;
     uint64_t patience_us; /* for all waits of the step beyond the plan */
+    uint64_t wait_max_us; /* for all waits of the step, planned ones too */
     uint64_t waited_us;   /* in all */
     uint64_t late_us;     /* beyond the plan */
 } bd_stream_gate;

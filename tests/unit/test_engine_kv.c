@@ -248,6 +248,21 @@ static void test_sharing(void **state) {
     assert_int_equal(run_one(&s, &o), 8);
     variants[1].overlay.rope_table = 1; /* same delta, other config */
     assert_int_equal(run_one(&s, &o), 0);
+    variants[1].overlay.window_tokens = 20;
+    assert_int_equal(run_one(&s, &o), 0);
+    assert_int_equal(run_one(&s, &o), 32);
+    variants[1].overlay.digest[31] ^= 1; /* replaced weights under the same name and place */
+    assert_int_equal(run_one(&s, &o), 0);
+    assert_int_equal(run_one(&s, &o), 32);
+    o.tenant = 2;
+    assert_int_equal(run_one(&s, &o), 0);
+    assert_int_equal(run_one(&s, &o), 32);
+    /* Of no digest, yet not the base. */
+    o.lease = (bd_lease){0};
+    assert_int_equal(run_one(&s, &o), 0);
+    memset(&variants[1].overlay, 0, sizeof variants[1].overlay);
+    o.lease = (bd_lease){&variants[1], &variants[1].overlay, NULL};
+    assert_int_equal(run_one(&s, &o), 0);
     stop(&s, &fake);
 }
 

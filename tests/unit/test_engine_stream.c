@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "../../bench/stream_lab.h"
+#include "model/internal.h"
 
 enum { FRENCH, GERMAN, SQL, MATH, FAMILY, LONG = 96, SHORT = 40, NEW = 6 };
 
@@ -275,6 +276,41 @@ static void test_fails_in_a_step(void **state) {
     lab_close(&l);
 }
 
+/* A backend that counts what it is told to leave out. */
+static _Atomic uint32_t left_out;
+
+static void count_void(bd_backend *backend, const bd_step *step, uint32_t overlay) {
+    atomic_fetch_add(&left_out, 1);
+    bd_backend_cpu_ops()->step_void(backend, step, overlay);
+}
+
+/* The pages of what is given up are not read any more: the load may be writing them. */
+static void test_backend_is_told(void **state) {
+    (void)state;
+    lab l;
+    lab_request hot, cold;
+    bd_backend_ops ops = *bd_backend_cpu_ops();
+    ops.step_void = count_void;
+    atomic_store(&left_out, 0);
+    open_lab(&l, FAMILY);
+    l.model->ops = &ops;
+    expect_slow_steps(&l, 60000000);
+    atomic_store(&l.reader.stall_at, 500000);
+    atomic_store(&l.reader.fail_at, 500000);
+    lab_begin(&l);
+    ask(&l, &cold, FRENCH, 0);
+    ask(&l, &hot, -1, 1);
+    wait_stalled(&l);
+    wait_streamed(&l);
+    resume(&l);
+    lab_wait(&cold);
+    lab_wait(&hot);
+    check_failed(&cold, "shard-00-of-01");
+    check_right(&hot, 1);
+    assert_int_equal(atomic_load(&left_out), 1);
+    lab_close(&l);
+}
+
 /* The file is cut short under the reader: no row of it is used. */
 static void test_cut_in_a_step(void **state) {
     (void)state;
@@ -448,6 +484,7 @@ int main(void) {
         {"whole file", test_whole_file, NULL, NULL, NULL},
         {"late", test_late, NULL, NULL, NULL},
         {"fails in a step", test_fails_in_a_step, NULL, NULL, NULL},
+        {"backend is told", test_backend_is_told, NULL, NULL, NULL},
         {"cut in a step", test_cut_in_a_step, NULL, NULL, NULL},
         {"clients leave", test_clients_leave, NULL, NULL, NULL},
         {"unload while loading", test_unload_while_loading, NULL, NULL, NULL},
