@@ -45,3 +45,15 @@ def test_serve_logs_its_plan(server):
     logged = dict(pair.split("=") for pair in line.split())
     assert int(logged["total_mb"]) <= int(logged["available_mb"])
     assert int(logged["kv_blocks"]) > 0
+
+
+def test_dtype_and_kernels_of_the_cpu():
+    def generate(*more):
+        command = [BINARY, "generate", "--base", "demo/zen-mini", "--backend", "cpu", "--prompt-ids", "5,17", "--max-tokens", "2", "--greedy", *more]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    for dtype in ["fp16", "bf16"]:
+        done = generate("--dtype", dtype)
+        assert done.returncode == 1 and "dtype" in done.stderr and "float32" in done.stderr
+    assert generate("--dtype", "fp32", "--kernels", "plain").returncode == 0
+    assert generate("--kernels", "fastest").returncode == 2
