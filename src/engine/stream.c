@@ -50,6 +50,8 @@ uint64_t bd_stream_start_us(const bd_load *load, double step_us, double spare, u
     const uint32_t ready = atomic_load_explicit(&load->ready_count, memory_order_acquire);
     if (ready >= early->count) return now_us;
     const uint64_t read = atomic_load_explicit(&load->read_bytes, memory_order_relaxed);
+    /* No step begins without the embedding: rows given up go on as the base's, which has none for
+     * added vocabulary. */
     if (ready == 0 || read == 0 || now_us <= load->started_us) return UINT64_MAX;
     const double us_per_byte = (double)(now_us - load->started_us) / (double)read;
     double start = 0; /* from now on */

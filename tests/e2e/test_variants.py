@@ -110,8 +110,9 @@ def test_replaced_during_use(launch, deltas, tmp_path):
     # The KV of the old weights, of the very same prompt, is not taken for that of the new ones.
     copy_variant(CODER, deltas / "coder")
     rescan(server)
-    new = [server.post("/v1/completions", golden_body(name, ids, 32)).json()["choices"][0]["token_ids"] for name in (C, CODER)]
-    assert new[0] == new[1] != old
+    fresh = start(launch, deltas)  # which has no KV of the old weights
+    new = [s.post("/v1/completions", golden_body(name, ids, 32)).json()["choices"][0]["token_ids"] for s in (fresh, server) for name in (C, CODER)]
+    assert new == [new[0]] * 4 and new[0] != old
 
 
 def test_removed_during_use(launch, deltas):

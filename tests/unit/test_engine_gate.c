@@ -38,8 +38,8 @@ typedef struct world {
     _Atomic uint32_t gated, most_loading;
     _Atomic uint64_t deadline_us, waited_us, most_patient_us; /* the last: with company */
     bd_executor_ops ops;
-    _Atomic bool ask_stream; /* whether more of variant 0 would be let in */
-    bool may_stream;
+    _Atomic bool ask_stream;     /* whether more of variant 0 would be let in */
+    bool may_stream, under_gate; /* bd-sched's; the executor's */
 } world;
 
 /* ---- The device ---- */
@@ -63,17 +63,29 @@ static void spoil(world *w, const bd_step *step, const bd_stream_gate *gate) {
     }
 }
 
+/* What goes on has its layer. */
+static void pass(world *w, bd_stream_gate *gate, uint32_t index) {
+    bd_stream_gate_pass(gate, index, on_void, NULL);
+    for (uint32_t i = 0; i < gate->count; i++) {
+        const bd_load *load = gate->loads[i];
+        if (!load || gate->voided[i]) continue;
+        const uint32_t ready = atomic_load(&load->ready_count);
+        if (ready <= index) fake_fault(&w->fake, "layer not there", index, ready);
+    }
+}
+
 static bd_status forward(void *ctx, const bd_step *step, bd_stream_gate *gate, bd_error *err) {
     world *w = ctx;
     uint32_t loading = 0;
     for (uint32_t i = 0; gate && i < gate->count; i++)
         loading += gate->loads[i] != NULL;
     if (loading > atomic_load(&w->most_loading)) atomic_store(&w->most_loading, loading);
+    w->under_gate = gate != NULL;
     if (gate) atomic_fetch_add(&w->gated, 1);
     if (gate && step->segment_count > 1 && gate->patience_us > atomic_load(&w->most_patient_us))
         atomic_store(&w->most_patient_us, gate->patience_us);
     for (uint32_t i = 0; gate && i < COUNT; i++)
-        bd_stream_gate_pass(gate, i, on_void, NULL);
+        pass(w, gate, i);
     bd_status status = fake_forward(&w->fake, step, gate, err);
     if (gate) {
         spoil(w, step, gate);
@@ -85,7 +97,7 @@ static bd_status forward(void *ctx, const bd_step *step, bd_stream_gate *gate, b
 static bd_status wait_step(void *ctx, const bd_step *step, uint64_t deadline_us,
                            bd_token_result *results, bd_error *err) {
     world *w = ctx;
-    atomic_store(&w->deadline_us, deadline_us);
+    if (w->under_gate) atomic_store(&w->deadline_us, deadline_us);
     return fake_wait(&w->fake, step, deadline_us, results, err);
 }
 

@@ -75,6 +75,53 @@ static bd_loader *loader_make(fake_source *source, bd_io_choice io, uint32_t blo
     return loader;
 }
 
+/* Host memory for all files, in blocks that have nothing to do with theirs. */
+static bd_load_host host_make(uint64_t bytes) {
+    const uint64_t block_bytes = 1 + fake_below(70000), count = (bytes - 1) / block_bytes + 1;
+    void **blocks = calloc(count, sizeof *blocks);
+    assert_non_null(blocks);
+    for (uint64_t i = 0; i < count; i++) {
+        blocks[i] = malloc(block_bytes);
+        assert_non_null(blocks[i]);
+    }
+    return (bd_load_host){.blocks = blocks, .block_bytes = block_bytes, .bytes = bytes};
+}
+
+static void host_free(bd_load_host *host) {
+    for (uint64_t i = 0; i < (host->bytes - 1) / host->block_bytes + 1; i++)
+        free(host->blocks[i]);
+    free((void *)(uintptr_t)host->blocks);
+    if (host->filled) host->plan_destroy(&host->plan);
+}
+
+static void check_loaded(bd_load *load, const page_set *set, const fake_variant *variant) {
+    if (load->status != BD_OK) fail_msg("%s: %s", load->error.subject, load->error.message);
+    assert_int_equal(load->read_bytes, variant->total_bytes);
+    assert_int_equal(load->ready_count, FAKE_READY_COUNT);
+    assert_int_equal(load->pages_used, set->count);
+    assert_non_null(load->overlay);
+    check_pages(set, variant);
+    fake_overlay_destroy(load->overlay);
+}
+
+/* What the load left in host memory is the files, and opens none. */
+static void load_copy(bd_loader *loader, const fake_variant *variant, bd_load_host *host) {
+    assert_true(host->filled);
+    for (uint32_t i = 0; i < variant->delta.shard_count; i++) {
+        char path[1200];
+        fake_path(variant, i, path, sizeof path);
+        assert_int_equal(unlink(path), 0);
+    }
+    page_set set = pages_make(variant->total_bytes);
+    bd_load load = load_of(variant, &set);
+    load.host = host;
+    assert_int_equal(bd_loader_submit(loader, &load, NULL), BD_OK);
+    await(&load);
+    check_loaded(&load, &set, variant);
+    assert_true(host->filled);
+    pages_free(&set);
+}
+
 /* One load of fresh files through one reader; everything must arrive. */
 static void load_and_compare(fake_source *source, bd_io_choice io, uint32_t block_bytes,
                              const uint64_t *sizes, uint32_t files, uint64_t chunk_bytes) {
@@ -84,17 +131,15 @@ static void load_and_compare(fake_source *source, bd_io_choice io, uint32_t bloc
     fake_variant_make(&variant, "v", sizes, files, chunk_bytes);
     page_set set = pages_make(variant.total_bytes);
     bd_load load = load_of(&variant, &set);
+    bd_load_host host = host_make(variant.total_bytes);
+    load.host = &host;
     assert_int_equal(bd_loader_submit(loader, &load, NULL), BD_OK);
     await(&load);
-    if (load.status != BD_OK) fail_msg("%s: %s", load.error.subject, load.error.message);
-    assert_int_equal(load.read_bytes, variant.total_bytes);
-    assert_int_equal(load.ready_count, FAKE_READY_COUNT);
-    assert_int_equal(load.pages_used, set.count);
+    check_loaded(&load, &set, &variant);
     assert_true(load.finished_us >= load.started_us);
-    assert_non_null(load.overlay);
-    check_pages(&set, &variant);
-    fake_overlay_destroy(load.overlay);
+    load_copy(loader, &variant, &host);
     bd_loader_destroy(loader);
+    host_free(&host);
     pages_free(&set);
     fake_variant_remove(&variant);
 }
