@@ -165,7 +165,8 @@ static bool plain_test(bd_chat_run *run, bd_chat_test test, const bd_chat_value 
         *out = is_bool && value->boolean == (test == TEST_TRUE);
         return true;
     case TEST_CALLABLE:
-        *out = value->kind >= BD_CHAT_MACRO;
+        /* Jinja's undefined has a call, which fails. */
+        *out = value->kind >= BD_CHAT_MACRO || value->kind == BD_CHAT_UNDEFINED;
         return true;
     case TEST_ODD:
     case TEST_EVEN:
