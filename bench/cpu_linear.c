@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <time.h>
 
 #include "backend/cpu/cpu.h"
@@ -78,7 +79,10 @@ static void put_weights(setup *s) {
     uint64_t total = 0, at = 0;
     for (uint32_t i = 0; i < LAYERS * BD_LINEAR_COUNT; i++)
         total += linear_size(&s->config, i % BD_LINEAR_COUNT, &n, &k);
-    s->weights = must_alloc(total * 2);
+    s->weights = aligned_alloc((size_t)2 << 20, (total * 2 / (2 << 20) + 1) * (2 << 20));
+    if (s->weights == NULL) exit(1);
+    /* What they are read from at best, in the pages that the backend's copy has. */
+    (void)madvise(s->weights, total * 2, MADV_HUGEPAGE);
     s->weight_bytes = total * 2;
     for (uint64_t i = 0; i < total; i++)
         s->weights[i] = (uint16_t)(0x3c00u + (next() & 0x80ffu)); /* about 0.01 */
@@ -87,7 +91,7 @@ static void put_weights(setup *s) {
         bits[i] = (uint8_t)next();
     for (uint32_t i = 0; i < LAYERS * BD_LINEAR_COUNT; i++) {
         const uint64_t size = linear_size(&s->config, i % BD_LINEAR_COUNT, &n, &k);
-        const bd_weight_view view = {BD_DTYPE_BF16, n, k, 2ull * k, s->weights + at, true};
+        const bd_weight_view view = {BD_DTYPE_BF16, n, k, 2ull * k, s->weights + at};
         const bd_weight_id id = {BD_WEIGHT_LINEAR, i / BD_LINEAR_COUNT, i % BD_LINEAR_COUNT};
         must(s->backend->ops->weight_put(s->backend, id, &view, &err), &err);
         for (uint32_t v = 0; v < VARIANTS; v++) {

@@ -22,6 +22,7 @@ static bd_status load_weights(bd_model *model, const bd_weight_list *list,
             return bd_fail(err, s, list->items[i].tensor->name, "%s: %s",
                            list->items[i].tensor->name, err->message);
         if (s != BD_OK) return s;
+        bd_tensor_release(list->items[i].tensor); /* the backend has its copy */
         done += view.rows * view.row_stride_bytes;
         if (options->progress) options->progress(options->progress_ctx, done, list->bytes);
     }

@@ -151,6 +151,5 @@ bd_weight_view bd_weight_item_view(const bd_weight_item *item) {
         .cols = cols,
         .row_stride_bytes = stride,
         .data = item->tensor->data + item->first_row * stride,
-        .stable = true,
     };
 }

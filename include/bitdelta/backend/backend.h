@@ -63,13 +63,11 @@ typedef struct bd_weight_id {
 } bd_weight_id;
 
 /* A (slice of a) matrix or vector in host memory, rows row_stride_bytes apart; vectors have rows
- * = 1. `stable` says the memory outlives the backend (a mapped file), so a CPU backend may keep the
- * pointer. */
+ * = 1. The caller's: nothing points there once weight_put has returned. */
 typedef struct bd_weight_view {
     bd_dtype dtype; /* BF16, F16 or F32 */
     uint64_t rows, cols, row_stride_bytes;
     const void *data; /* not aligned */
-    bool stable;
 } bd_weight_view;
 
 typedef struct bd_plane_part { /* a rectangle of a sign plane, packed as on disk */

@@ -30,13 +30,18 @@
 #define BD_CPU_QUERIES        16u /* queries of one attention task */
 #define BD_CPU_KV_TILE        64u /* keys between two rescalings of the running softmax */
 
-typedef struct bd_cpu_matrix { /* row-major [n, k]; data is not aligned */
-    const uint8_t *data;       /* NULL until put */
-    void *owned;               /* the copy, where the caller's memory does not outlive us */
+typedef struct bd_cpu_matrix { /* row-major [n, k], rows one after the other */
+    const uint8_t *data;       /* NULL until put; in a room */
     uint64_t stride_bytes;
     uint32_t n, k;
     bd_dtype dtype; /* F32, BF16 or F16 */
 } bd_cpu_matrix;
+
+typedef struct bd_cpu_room { /* memory of weights, freed at close */
+    struct bd_cpu_room *next;
+    uint8_t *data;
+    size_t bytes, used_bytes;
+} bd_cpu_room;
 
 typedef struct bd_cpu_run {    /* rows of one overlay */
     const bd_overlay *overlay; /* NULL: the base */
@@ -153,6 +158,7 @@ typedef struct bd_cpu {
     uint32_t q_dim, kv_dim, head_stride; /* head_stride: head_dim rounded up to 8 */
     void *buffers[BD_CPU_BUFFER_COUNT];
     bd_cpu_matrix embed, head;
+    bd_cpu_room *rooms;         /* the newest first */
     bd_cpu_matrix *linears;     /* [layers][BD_LINEAR_COUNT] */
     const float **biases;       /* [layers][BD_LINEAR_COUNT], NULL: none */
     const float **norms;        /* [layers + 1][BD_NORM_COUNT], NULL: none */
@@ -227,6 +233,7 @@ void bd_cpu_for(bd_cpu *cpu, uint32_t count, uint64_t work, bd_pool_fn fn, void 
 
 bd_status bd_cpu_supports(const bd_backend_options *options, bd_error *err);
 bd_status bd_cpu_plan(const bd_backend_options *options, bd_memory_plan *plan, bd_error *err);
+void bd_cpu_rooms_free(bd_cpu *cpu);
 bd_status bd_cpu_weight_put(bd_backend *backend, bd_weight_id id, const bd_weight_view *view,
                             bd_error *err);
 bd_status bd_cpu_rope_table_put(bd_backend *backend, uint32_t table, const float *inv_freq,

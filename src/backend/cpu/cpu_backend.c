@@ -190,7 +190,7 @@ static uint64_t available_bytes(void) {
     return rest < available ? rest : available;
 }
 
-/* Matrices count two bytes a weight, as in a bf16 checkpoint, whether mapped or copied. */
+/* Matrices count two bytes a weight, as in a bf16 checkpoint, the usual case. */
 static uint64_t matrix_bytes(const bd_model_config *c, bool *fits) {
     const uint64_t q_dim = (uint64_t)c->heads * c->head_dim,
                    kv_dim = (uint64_t)c->kv_heads * c->head_dim;
@@ -250,11 +250,7 @@ static void bd_cpu_close(bd_backend *backend) {
     if (backend == NULL) return;
     bd_cpu *cpu = bd_cpu_of(backend);
     bd_pool_destroy(cpu->pool);
-    for (uint32_t i = 0; cpu->linears != NULL && i < cpu->config->layers * BD_LINEAR_COUNT; i++) {
-        free(cpu->linears[i].owned);
-    }
-    free(cpu->embed.owned);
-    free(cpu->head.owned);
+    bd_cpu_rooms_free(cpu);
     free(cpu->linears);
     free((void *)cpu->biases);
     free((void *)cpu->norms);
