@@ -182,7 +182,11 @@ int main(int argc, char **argv) {
         bd_invocation_parse(&invocation, argc - 1, (const char *const *)argv + 1, &err);
     if (status != BD_OK) {
         complain(&err);
-        if (invocation.wrong_usage) fputs("try: bitdelta help\n", stderr);
+        /* Before a command is known, `command` is but the first of them. */
+        const char *command = bd_command_name(invocation.command);
+        const bool known = argc > 1 && strcmp(argv[1], command) == 0;
+        if (invocation.wrong_usage)
+            fprintf(stderr, "try: bitdelta help%s%s\n", known ? " " : "", known ? command : "");
         return invocation.wrong_usage ? EXIT_USAGE : exit_of(status);
     }
     const int code = run(&invocation, &err);

@@ -22,6 +22,7 @@
 #include "bitdelta/base/clock.h"
 #include "bitdelta/base/file.h"
 #include "bitdelta/http/server.h"
+#include "bitdelta/tokenizer/chat_template.h"
 
 #define METRIC_SERIES_MAX     20000u
 #define ROPE_TABLES_MAX       33u /* the base's and those of variants with their own rope */
@@ -43,6 +44,7 @@ typedef struct server {
     bd_engine *engine;   /* guarded by lock: loader and http threads look at it */
     bd_router *changing; /* guarded by lock: the router while it takes changes; signals' thread */
     bool wrong_usage;    /* an option was refused that the command line may have given */
+    uint32_t slots;      /* of the model */
     char base_name[BD_VARIANT_NAME_MAX + 1];
     uint64_t progress_us; /* of the last line about loading */
     uint64_t load_started_us;
@@ -136,27 +138,26 @@ static bd_status model_options(server *s, const bd_backend_ops *ops, bd_model_op
     if (status != BD_OK) return status;
     variants += o->variants.count;
     if (variants == 0) bd_log(BD_LOG_WARN, "serve", "no variants: the base is served alone");
-    *out = (bd_model_options){.dir = o->base_path,
-                              .ops = ops,
-                              .rank_count = o->tensor_parallel,
-                              .thread_count = o->threads,
-                              .kernels = (bd_kernels)o->kernels,
-                              .dtype = o->dtype == BD_OPTION_DTYPE_FP16 ? BD_DTYPE_F16
-                                                                        : BD_DTYPE_OTHER,
-                              .cpu_kernels = o->cpu_kernels,
-                              .max_model_len = o->max_model_len,
-                              .rows_max = o->max_batch_tokens,
-                              .seqs_max = o->max_seqs,
-                              .logits_rows_max = o->logits_rows_max,
-                              .kv_block_tokens = 16,
-                              .kv_tokens = o->kv_tokens,
-                              .rope_tables_max =
-                                  variants + 1 < ROPE_TABLES_MAX ? variants + 1 : ROPE_TABLES_MAX,
-                              .delta_slots = o->slots   ? o->slots
-                                             : variants ? variants
-                                                        : 1,
-                              .progress = load_progress,
-                              .progress_ctx = s};
+    *out = (bd_model_options){
+        .dir = o->base_path,
+        .ops = ops,
+        .rank_count = o->tensor_parallel,
+        .thread_count = o->threads,
+        .kernels = (bd_kernels)o->kernels,
+        .dtype = o->dtype == BD_OPTION_DTYPE_FP16 ? BD_DTYPE_F16 : BD_DTYPE_OTHER,
+        .cpu_kernels = o->cpu_kernels,
+        .max_model_len = o->max_model_len,
+        .rows_max = o->max_batch_tokens,
+        .seqs_max = o->max_seqs,
+        .logits_rows_max = o->logits_rows_max,
+        .kv_block_tokens = 16,
+        .kv_tokens = o->kv_tokens,
+        .rope_tables_max = variants + 1 < ROPE_TABLES_MAX ? variants + 1 : ROPE_TABLES_MAX,
+        .delta_slots = o->slots   ? o->slots
+                       : variants ? variants
+                                  : 1,
+        .progress = load_progress,
+        .progress_ctx = s};
     bd_model_config config;
     bd_memory_plan plan;
     if ((status = bd_model_config_read(o->base_path, &config, err)) != BD_OK) return status;
@@ -203,7 +204,7 @@ static bd_status open_model(server *s, bd_error *err) {
     char why[256] = "";
     bd_status status = bd_backend_select((bd_backend_choice)o->backend, &ops, why, sizeof why, err);
     if (status != BD_OK) return status;
-    bd_log(BD_LOG_INFO, "backend", "using name=%s (%s)", ops->name, why);
+    bd_log(BD_LOG_INFO, "backend", why[0] ? "using name=%s (%s)" : "using name=%s", ops->name, why);
     const bool cuda = strcmp(ops->name, "cuda") == 0;
     if (cuda ? o->dtype == BD_OPTION_DTYPE_FP32
              : o->dtype == BD_OPTION_DTYPE_BF16 || o->dtype == BD_OPTION_DTYPE_FP16)
@@ -214,6 +215,7 @@ static bd_status open_model(server *s, bd_error *err) {
     if ((status = model_options(s, ops, &options, err)) != BD_OK) return status;
     s->load_started_us = bd_now_us();
     if ((status = bd_model_open(&options, &s->model, err)) != BD_OK) return status;
+    s->slots = options.delta_slots;
     const bd_memory_plan *plan = bd_model_memory(s->model);
     bd_log(BD_LOG_INFO, "model",
            "ready path=%s weights_mb=%" PRIu64 " workspace_mb=%" PRIu64 " kv_mb=%" PRIu64
@@ -260,6 +262,7 @@ static bd_status open_engine(server *s, bd_error *err) {
                                       .tokenizer = s->tokenizer,
                                       .queue_max = o->max_queue,
                                       .cold_wait_max_us = COLD_WAIT_US,
+                                      .slots = s->slots,
                                       .metrics = s->metrics};
     bd_status status = bd_router_create(&router, &s->router, err);
     if (status != BD_OK) return status;
@@ -353,6 +356,10 @@ static bd_status base_name(server *s, bd_error *err) {
     if (length == 0 || length > BD_VARIANT_NAME_MAX)
         return bd_fail(err, BD_E_ARGUMENT, "base_name", "a name has 1 to %d bytes",
                        BD_VARIANT_NAME_MAX);
+    const char *fault = bd_variant_name_fault(name);
+    if (fault)
+        return bd_fail(err, BD_E_ARGUMENT, "base_name", "the base's name \"%.128s\" %s", name,
+                       fault);
     memcpy(s->base_name, name, length + 1);
     return BD_OK;
 }
@@ -363,6 +370,31 @@ static bd_status refuse_absent(server *s, bd_error *err) {
     if (o->tenants_path)
         return refuse(s, err, "tenants", "tenants are not supported by this version; use api_keys");
     return BD_OK;
+}
+
+/* A template for all models is one that the server cannot do without; found out before the weights
+ * are read. */
+static bd_status check_chat_template(const bd_serve_options *o, bd_error *err) {
+    if (!o->chat_template) return BD_OK;
+    const bd_chat_sources sources = {.dir = o->base_path, .override_path = o->chat_template};
+    bd_chat *chat;
+    bd_status status = bd_chat_load(&chat, &sources, err);
+    if (status != BD_OK) return status;
+    status = chat->fault.status;
+    if (status != BD_OK && err) *err = chat->fault;
+    bd_chat_destroy(chat);
+    return status;
+}
+
+/* What changes a model's numbers beside its files. Threads do not. */
+static bd_status attach_http(server *s, bd_error *err) {
+    static const char *const dtypes[] = {"auto", "bf16", "fp16", "fp32"};
+    const bd_serve_options *o = s->options;
+    char numerics[256];
+    (void)snprintf(numerics, sizeof numerics, "%s dtype=%s kernels=%u cpu=%.64s decode_delta=%d",
+                   bd_model_ops(s->model)->name, dtypes[o->dtype], o->kernels, o->cpu_kernels,
+                   o->decode_delta);
+    return bd_http_server_attach(s->http, s->router, bd_model_fingerprint(s->model), numerics, err);
 }
 
 static void set_changing(server *s, bd_router *router) {
@@ -409,6 +441,7 @@ static bd_status open_all(server *s, bd_error *err) {
     if (!s->metrics) return bd_fail(err, BD_E_MEMORY, "metrics", "out of memory");
     if ((status = refuse_absent(s, err)) != BD_OK) return status;
     if ((status = base_name(s, err)) != BD_OK) return status;
+    if ((status = check_chat_template(s->options, err)) != BD_OK) return status;
     if ((status = open_http(s, err)) != BD_OK) return status;
     if ((status = open_model(s, err)) != BD_OK) return status;
     if ((status = open_cache(s, err)) != BD_OK) return status;
@@ -416,8 +449,7 @@ static bd_status open_all(server *s, bd_error *err) {
     if ((status = add_variants(s, err)) != BD_OK) return status;
     if ((status = bd_engine_start(s->engine, err)) != BD_OK) return status;
     if ((status = start_changes(s, err)) != BD_OK) return status;
-    return bd_http_server_attach(s->http, s->router, bd_model_fingerprint(s->model),
-                                 bd_model_ops(s->model)->name, err);
+    return attach_http(s, err);
 }
 
 static void close_all(server *s) {

@@ -168,6 +168,13 @@ static bd_status check_required(parser *p) {
 
 static bd_status check_serve(parser *p) {
     const bd_serve_options *o = &p->out->serve;
+    if (o->loads_in_parallel > o->read_depth) {
+        p->out->wrong_usage = !o->config_path;
+        return bd_fail(p->err, BD_E_ARGUMENT,
+                       o->config_path ? o->config_path : "--loads-in-parallel",
+                       "loads_in_parallel (%u) is over read_depth (%u): each load needs a block",
+                       o->loads_in_parallel, o->read_depth);
+    }
     if (o->prefill_chunk_tokens > o->max_batch_tokens) {
         p->out->wrong_usage = !o->config_path;
         return bd_fail(p->err, BD_E_ARGUMENT,
@@ -181,6 +188,12 @@ static bd_status check_serve(parser *p) {
         return bd_fail(p->err, BD_E_ARGUMENT, o->config_path ? o->config_path : "--admin",
                        "listen and admin are both %s", o->listen);
     }
+    return BD_OK;
+}
+
+static bd_status check_compress(parser *p) {
+    const uint32_t shards = p->out->compress.shards;
+    if ((shards & (shards - 1)) != 0) return fail_usage(p, "--shards", "is not 1, 2, 4 or 8");
     return BD_OK;
 }
 
@@ -211,6 +224,7 @@ static bd_status check_options(parser *p) {
     bd_status status = check_required(p);
     if (status != BD_OK) return status;
     if (p->out->command == BD_COMMAND_SERVE) return check_serve(p);
+    if (p->out->command == BD_COMMAND_COMPRESS) return check_compress(p);
     if (p->out->command == BD_COMMAND_GENERATE) return check_generate(p);
     if (p->out->command == BD_COMMAND_HELP) return check_help(p);
     return BD_OK;

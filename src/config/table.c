@@ -54,14 +54,16 @@ static const option_row k_rows[] = {
      .key = "deltas",
      .type = OPTION_PATH,
      .placeholder = "DIR",
-     .help = "directory whose sub-directories with a delta.json are served as variants",
+     .help = "directory whose sub-directories with a delta.json are served as variants, by the "
+             "name in delta.json; of two with one name the first in order of directory names wins",
      .at = {AT_SERVE(deltas_dir), AT_PLAN(deltas_dir)}},
     {.flag = "variant",
      .key = "variants",
      .type = OPTION_VARIANTS,
      .placeholder = "NAME=DIR",
      .help = "one variant and its directory; may be repeated. In the file: a list of {\"name\", "
-             "\"path\", \"pin\"}",
+             "\"path\", \"pin\"}; N slots allow N-1 pins, a variant beyond that is served "
+             "unpinned. One that cannot be opened is logged and left out",
      .at = {AT_SERVE(variants)}},
     {.flag = "finetuned",
      .type = OPTION_PATH,
@@ -128,7 +130,7 @@ static const option_row k_rows[] = {
      .type = OPTION_U32,
      .placeholder = "N",
      .min = 1,
-     .max = 64,
+     .max = 8,
      .fallback = "1",
      .help = "files to cut the delta into: 1, 2, 4 or 8",
      .at = {AT_COMPRESS(shards)}},

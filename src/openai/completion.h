@@ -4,6 +4,8 @@
 #ifndef BITDELTA_OPENAI_COMPLETION_H
 #define BITDELTA_OPENAI_COMPLETION_H
 
+#include <nettle/sha2.h>
+
 #include "bitdelta/openai/openai.h"
 #include "chat.h"
 #include "logprobs.h"
@@ -12,7 +14,7 @@
 
 struct bd_openai {
     bd_router *router;
-    char *fingerprint_source; /* everything but the served name */
+    struct sha256_ctx fingerprint; /* of everything but the variant */
     bd_chat_book *chats;
     size_t response_bytes_max;
     uint32_t prompts_max;

@@ -1,33 +1,51 @@
 /* openai.c - the API object: models, tokenize, detokenize, and the life of a completion. Threads:
  * see openai.h. */
 #include <inttypes.h>
-#include <nettle/sha2.h>
-#include <stdio.h>
+#include <nettle/version.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
 
 #include "bitdelta/base/clock.h"
+#include "bitdelta/base/file.h"
 #include "completion.h"
+
+/* Everything that is the same for all names: a client that sees another fingerprint knows that
+ * equal requests may have other answers. */
+static bd_status start_fingerprint(bd_openai *openai, const bd_openai_options *options,
+                                   bd_error *err) {
+    struct sha256_ctx *hash = &openai->fingerprint;
+    const char *parts[] = {options->base_fingerprint, BD_VERSION, options->numerics};
+    char *template = NULL;
+    size_t bytes = 0;
+    if (options->chat_template_path) {
+        bd_status status = bd_file_read(options->chat_template_path, BD_CHAT_TEMPLATE_BYTES_MAX,
+                                        &template, &bytes, err);
+        if (status != BD_OK) return status;
+    }
+    sha256_init(hash);
+    for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++)
+        if (parts[i]) sha256_update(hash, strlen(parts[i]) + 1, (const uint8_t *)parts[i]);
+    if (template) sha256_update(hash, bytes, (const uint8_t *)template);
+    free(template);
+    return BD_OK;
+}
 
 bd_status bd_openai_create(const bd_openai_options *options, bd_openai **out, bd_error *err) {
     *out = NULL;
     bd_openai *openai = calloc(1, sizeof *openai);
     if (!openai) return bd_fail(err, BD_E_MEMORY, "openai", "out of memory");
-    const char *numerics = options->numerics ? options->numerics : "";
-    const char *base = options->base_fingerprint ? options->base_fingerprint : "";
-    if (asprintf(&openai->fingerprint_source, "%s\n%s\n%s\n", base, BD_VERSION, numerics) < 0) {
-        free(openai);
-        return bd_fail(err, BD_E_MEMORY, "openai", "out of memory");
-    }
     openai->router = options->router;
     openai->response_bytes_max =
         options->response_bytes_max > 0 ? options->response_bytes_max : (size_t)256 << 20;
     openai->prompts_max = options->prompts_max > 0 ? options->prompts_max : 1024;
     const bd_served *served = bd_router_served_at(options->router, 0);
-    bd_status status = BD_OK;
-    if (served)
+    bd_status status = start_fingerprint(openai, options, err);
+    if (status == BD_OK && served) {
+        /* The base's files also serve the variants that have none of their own. */
+        sha256_update(&openai->fingerprint, sizeof served->files_digest, served->files_digest);
         status = bd_chat_book_create(&openai->chats, served->dir, options->chat_template_path, err);
+    }
     if (status != BD_OK) {
         bd_openai_destroy(openai);
         return status;
@@ -39,25 +57,28 @@ bd_status bd_openai_create(const bd_openai_options *options, bd_openai **out, bd
 void bd_openai_destroy(bd_openai *openai) {
     if (!openai) return;
     bd_chat_book_destroy(openai->chats);
-    free(openai->fingerprint_source);
     free(openai);
 }
 
-static void sha256_hex(const char *text, const char *more, char *out, size_t digits) {
-    struct sha256_ctx hash;
+static void end_hex(struct sha256_ctx *hash, char *out, size_t digits) {
     uint8_t digest[SHA256_DIGEST_SIZE];
-    sha256_init(&hash);
-    sha256_update(&hash, strlen(text), (const uint8_t *)text);
-    sha256_update(&hash, strlen(more), (const uint8_t *)more);
-    sha256_digest(&hash, sizeof digest, digest);
+#if NETTLE_VERSION_MAJOR >= 4
+    sha256_digest(hash, digest);
+#else
+    sha256_digest(hash, sizeof digest, digest);
+#endif
     for (size_t i = 0; i < digits; i++)
         out[i] = "0123456789abcdef"[digest[i / 2] >> (i % 2 ? 0 : 4) & 15];
     out[digits] = '\0';
 }
 
+/* The name is no part: it changes no result. */
 void bd_openai_fingerprint(const bd_openai *openai, const bd_served *served, char out[24]) {
+    struct sha256_ctx hash = openai->fingerprint;
+    sha256_update(&hash, sizeof served->digest, served->digest);
+    sha256_update(&hash, sizeof served->files_digest, served->files_digest);
     memcpy(out, "fp_", 3);
-    sha256_hex(openai->fingerprint_source, served->name, out + 3, 16);
+    end_hex(&hash, out + 3, 16);
 }
 
 void bd_openai_random_hex(char *out, size_t digits) {
@@ -91,7 +112,10 @@ bool bd_openai_find_model(const bd_openai *openai, uint32_t tenant, const bd_tex
 static void write_card(const bd_served *served, bd_strbuf *out) {
     char hex[17];
     size_t bytes = strlen(served->name);
-    sha256_hex(served->name, "", hex, 16);
+    struct sha256_ctx hash;
+    sha256_init(&hash);
+    sha256_update(&hash, bytes, (const uint8_t *)served->name);
+    end_hex(&hash, hex, 16);
     bd_strbuf_puts(out, "{\"id\":");
     bd_strbuf_json_string(out, served->name, bytes);
     bd_strbuf_printf(

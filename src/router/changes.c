@@ -100,6 +100,24 @@ static bool below_a_root(const bd_router *router, const char *path) {
     return found;
 }
 
+/* An entry of a root itself, as a rescan finds it: it may be a link to anywhere, since whoever made
+ * it meant that variant to be served. */
+static bool is_entry(const bd_router *router, const char *path) {
+    const char *slash = strrchr(path, '/');
+    if (!slash || slash == path || slash[1] == '\0' || slash[1] == '.') return false;
+    char *parent = strndup(path, (size_t)(slash - path));
+    char *real = parent ? realpath(parent, NULL) : NULL;
+    bool found = false;
+    for (uint32_t i = 0; real && i < router->root_count && !found; i++) {
+        char *root = realpath(router->roots[i], NULL);
+        found = root && strcmp(root, real) == 0;
+        free(root);
+    }
+    free(parent);
+    free(real);
+    return found;
+}
+
 /* The place meant, with links and ".." resolved: `change->dir` names it from here on, unless an
  * entry below a root as it was added says the same, so that one place has one name. */
 static bd_status resolve(const bd_router *router, bd_change *change, bd_error *err) {
@@ -117,8 +135,9 @@ static bd_status resolve(const bd_router *router, bd_change *change, bd_error *e
         memcpy(path, change->dir, sizeof path);
     }
     char *real = realpath(path, NULL);
-    bool allowed = real && (change->anywhere || below_a_root(router, real));
     bool missing = !real && (errno == ENOENT || errno == ENOTDIR);
+    bool allowed =
+        real && (change->anywhere || below_a_root(router, real) || is_entry(router, path));
     bool fits = real && strlen(real) < sizeof change->dir;
     if (allowed && fits) memcpy(change->dir, real, strlen(real) + 1);
     free(real);

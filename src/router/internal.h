@@ -52,7 +52,7 @@ typedef struct bd_router_queue { /* one per served name, the base included */
     struct bd_router_queue *prev_retired, *next_retired;
     /* bd-scan (before that: the builder): */
     char *given_name; /* owned; NULL: the name is delta.json's */
-    bool pin;
+    bool pin; /* loaded at start; not where the pin did not fit */
     bd_variant_mark mark;
     bd_tokenizer *tokenizer; /* owned; NULL: the base's */
     /* bd-sched: */
@@ -176,6 +176,8 @@ bd_status bd_variant_open(bd_router *router, const char *given_name, const char 
                           bd_router_queue **out, bd_delta *delta, bd_error *err);
 bd_variant_mark bd_variant_mark_of(const char *dir);
 void bd_queue_take_config(bd_router_queue *queue, const bd_model_config *config);
+/* Fills served.files_digest; a file that is not there or cannot be read counts as none. */
+void bd_queue_digest_files(bd_router_queue *queue);
 
 /* scan.c: bd-scan, or the builder */
 typedef void (*bd_fault_report)(void *ctx, const char *dir, const bd_error *err);

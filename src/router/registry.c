@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "bitdelta/base/clock.h"
+#include "bitdelta/base/log.h"
 #include "internal.h"
 
 enum { OPS_PER_CALL = 32 }; /* bd-sched makes so many changes between two steps */
@@ -98,6 +99,7 @@ static bd_status add_base(bd_router *router, bd_error *err) {
         served->is_base = true;
         served->tokenizer = router->options.tokenizer;
         bd_queue_take_config(queue, config);
+        bd_queue_digest_files(queue);
         status = put_name(router, queue, err);
     }
     if (status != BD_OK) {
@@ -263,6 +265,26 @@ static void retire(bd_router *router, bd_router_queue *queue) {
     bd_router_release(router, &queue->served);
 }
 
+/* Registers op->after. A pin that does not fit is no reason to serve nothing: it is left out. */
+static void register_one(bd_router *router, bd_registry_op *op, bool pinned) {
+    bd_cache *cache = router->options.cache;
+    bd_served *served = &op->after->served;
+    const uint32_t slots = router->options.slots;
+    bd_error fault;
+    op->status = bd_cache_register(cache, op->delta, false, &served->variant, &op->err);
+    if (op->status != BD_OK || !pinned) return;
+    if (bd_cache_pin(cache, served->variant, true, &fault) == BD_OK) return;
+    op->after->pin = false;
+    if (slots > 0)
+        bd_log(BD_LOG_WARN, "router",
+               "variant=%s is served unpinned: %s: %s; slots=%u allow %u pins of one plane, one "
+               "slot is for the others",
+               served->name, served->dir, fault.message, slots, slots - 1);
+    else
+        bd_log(BD_LOG_WARN, "router", "variant=%s is served unpinned: %s: %s", served->name,
+               served->dir, fault.message);
+}
+
 /* The pin of what is replaced passes on: it was a person's word about the name. */
 static void apply_one(bd_router *router, bd_registry_op *op) {
     bd_cache *cache = router->options.cache;
@@ -273,9 +295,7 @@ static void apply_one(bd_router *router, bd_registry_op *op) {
     op->status = BD_OK;
     if (op->after) {
         if (old && info.pinned) op->status = bd_cache_pin(cache, old, false, &op->err);
-        if (op->status == BD_OK)
-            op->status = bd_cache_register(cache, op->delta, info.pinned,
-                                           &op->after->served.variant, &op->err);
+        if (op->status == BD_OK) register_one(router, op, info.pinned);
         gone = gone && op->status == BD_OK;
     }
     pthread_mutex_lock(&router->names_lock);

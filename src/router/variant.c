@@ -1,13 +1,16 @@
 /* variant.c - a variant's directory opened for serving: its delta.json, what it says of base and
  * name, and the files beside it that differ from the base's. The shards are the loader's. Threads:
  * any; reads files. */
+#include <nettle/sha2.h>
+#include <nettle/version.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 
 #include "bitdelta/base/file.h"
 #include "internal.h"
 
-enum { PATH_BYTES = 4096 };
+enum { PATH_BYTES = 4096, SIDE_FILE_BYTES_MAX = 512 << 20 };
 
 void bd_queue_take_config(bd_router_queue *queue, const bd_model_config *config) {
     bd_served *served = &queue->served;
@@ -16,6 +19,31 @@ void bd_queue_take_config(bd_router_queue *queue, const bd_model_config *config)
     served->vocab = config->vocab;
     served->eos_count = config->eos_count;
     memcpy(served->eos_ids, config->eos_ids, sizeof served->eos_ids);
+}
+
+/* Each file's number and size, then its bytes. */
+void bd_queue_digest_files(bd_router_queue *queue) {
+    static const char *const names[] = {"config.json",         "generation_config.json",
+                                        "tokenizer.json",      "tokenizer_config.json",
+                                        "chat_template.jinja", "chat_template.json"};
+    struct sha256_ctx hash;
+    sha256_init(&hash);
+    for (uint8_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+        char path[PATH_BYTES], *data = NULL;
+        size_t bytes = 0;
+        if (bd_path_join(path, sizeof path, queue->dir, names[i], NULL) != BD_OK) continue;
+        if (!bd_file_exists(path)) continue;
+        if (bd_file_read(path, SIDE_FILE_BYTES_MAX, &data, &bytes, NULL) != BD_OK) continue;
+        sha256_update(&hash, sizeof i, &i);
+        sha256_update(&hash, sizeof bytes, (const uint8_t *)&bytes);
+        sha256_update(&hash, bytes, (const uint8_t *)data);
+        free(data);
+    }
+#if NETTLE_VERSION_MAJOR >= 4
+    sha256_digest(&hash, queue->served.files_digest);
+#else
+    sha256_digest(&hash, sizeof queue->served.files_digest, queue->served.files_digest);
+#endif
 }
 
 static uint64_t mix(uint64_t hash, uint64_t word) {
@@ -93,6 +121,7 @@ static bd_status read_side_files(bd_router *router, bd_router_queue *queue, bd_e
         return bd_fail(err, BD_E_UNSUPPORTED, "vocab_size",
                        "%s: vocab_size %u, there is room for %u", queue->dir, config.vocab, most);
     bd_queue_take_config(queue, &config);
+    bd_queue_digest_files(queue);
     return load_tokenizer(router, queue, err);
 }
 

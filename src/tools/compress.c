@@ -8,6 +8,7 @@
 
 #include "bitdelta/base/file.h"
 #include "bitdelta/base/strbuf.h"
+#include "bitdelta/tokenizer/tokenizer.h"
 
 #include "compress_internal.h"
 
@@ -166,6 +167,20 @@ static bd_status same_file(const char *a_dir, const char *b_dir, const char *nam
             (a.bytes == 0 || memcmp(a.data, b.data, a.bytes) == 0);
     bd_file_unmap(&a);
     bd_file_unmap(&b);
+    return status;
+}
+
+/* A variant whose tokenizer cannot be used is one that no server takes: found out before anything
+ * is written. */
+static bd_status check_tokenizer(const run *r, bd_error *err) {
+    char path[PATH_BYTES];
+    bd_tokenizer *tokenizer = NULL;
+    bd_status status =
+        bd_path_join(path, sizeof path, r->request->finetuned_dir, "tokenizer.json", err);
+    for (uint32_t i = 0; i < r->side_count && status == BD_OK; i++)
+        if (strcmp(r->side_files[i], "tokenizer.json") == 0)
+            status = bd_tokenizer_load(&tokenizer, path, err);
+    bd_tokenizer_destroy(tokenizer);
     return status;
 }
 
@@ -400,6 +415,7 @@ bd_status bd_compress_run(const bd_compress_request *request, FILE *out, FILE *p
     if (status == BD_OK) status = open_models(&r, err);
     if (status == BD_OK) status = make_plan(&r, err);
     if (status == BD_OK) status = choose_side_files(&r, err);
+    if (status == BD_OK) status = check_tokenizer(&r, err);
     if (status == BD_OK)
         status = bd_checkpoint_fingerprint(r.base_files, r.delta.base_fingerprint, err);
     if (status == BD_OK && request->dry_run) {

@@ -10,9 +10,10 @@
 typedef struct bd_openai bd_openai;
 
 typedef struct bd_openai_options {
-    bd_router *router;            /* all variants are registered already; outlives the object */
-    const char *base_fingerprint; /* with the version and the served name: system_fingerprint */
-    const char *numerics; /* backend, dtype and the like, part of the fingerprint; may be NULL */
+    bd_router *router; /* all variants are registered already; outlives the object */
+    /* Parts of system_fingerprint beside the version, the variant's digests and the template below:
+     * the base's, and backend, dtype and the like. May be NULL. */
+    const char *base_fingerprint, *numerics;
     const char *chat_template_path; /* a template for all models; NULL: each has its own */
     size_t response_bytes_max;      /* memory of one response; 0: 256 MiB */
     uint32_t prompts_max;           /* prompts, and prompts x n, of one request; 0: 1024 */

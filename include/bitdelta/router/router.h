@@ -24,6 +24,9 @@ typedef struct bd_served {
     const bd_tokenizer *tokenizer; /* NULL: the model has none; only id prompts work */
     const char *dir;    /* variant directory or base directory, for messages to operators only */
     uint8_t digest[32]; /* of the variant's delta.json; zeros for the base */
+    /* Of the small files beside the weights (configuration, tokenizer, chat template) as they were
+     * when the name was added. */
+    uint8_t files_digest[32];
     uint32_t eos_count;
     int32_t eos_ids[BD_EOS_IDS_MAX];
     bd_variant *variant; /* NULL for the base */
@@ -90,6 +93,7 @@ typedef struct bd_router_options {
     const bd_tokenizer *tokenizer;
     uint32_t queue_max;        /* choices waiting over all variants; 0: no bound */
     uint32_t cold_wait_max_us; /* bounded waiting of a cold variant before it gets the next pages */
+    uint32_t slots; /* one-plane variants that fit at once, for messages about pins; 0: unknown */
     /* Which tenant sees which name; NULL: all see all. Any thread. */
     bool (*allowed)(void *ctx, const bd_served *served, uint32_t tenant);
     void *allowed_ctx;
@@ -104,13 +108,14 @@ bd_engine_hooks bd_router_hooks(bd_router *router); /* for bd_engine_options */
 
 /* Before the engine starts. name NULL: delta.json's. A faulty variant is an error that names it;
  * the caller logs it and goes on with the others. Duplicates and names that
- * bd_variant_name_fault refuses: BD_E_ARGUMENT; a delta of another base: BD_E_MISMATCH. A rescan
- * looks at it again. */
+ * bd_variant_name_fault refuses: BD_E_ARGUMENT; a delta of another base: BD_E_MISMATCH. One that
+ * does not fit as a pinned one is served unpinned, with a warning. A rescan looks at it again. */
 BD_MUST_CHECK bd_status bd_router_add_variant(bd_router *router, const char *name, const char *dir,
                                               bool pinned, bd_error *err);
 /* Every sub-directory with a delta.json, in name order, hidden ones and NAME.tmp-<digits> left out;
- * faults go to `report` one by one, those of delta.json files that cannot be reached too. Many
- * delta.json files are read on all cores. A rescan looks into the directory again. */
+ * the first of a name has it, duplicates are refused; faults go to `report` one by one, those of
+ * delta.json files that cannot be reached too. Many delta.json files are read on all cores. A
+ * rescan looks into the directory again. */
 BD_MUST_CHECK bd_status bd_router_add_directory(bd_router *router, const char *dir,
                                                 void (*report)(void *ctx, const char *dir,
                                                                const bd_error *err),
