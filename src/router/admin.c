@@ -1,6 +1,7 @@
 /* admin.c - questions and orders of the admin listener: run on bd-sched, the asking thread waits.
  */
 #include <pthread.h>
+#include <stdio.h>
 #include <string.h>
 
 #include "bitdelta/base/clock.h"
@@ -75,6 +76,33 @@ uint32_t bd_router_infos(bd_router *router, bd_router_info *out, uint32_t max) {
     return call.count;
 }
 
+/* Pages that a load is filling are in use only until it has ended, which the order's giver should
+ * know. */
+static void add_loading(const bd_router *router, uint64_t now_us, bd_error *err) {
+    const bd_router_queue *loading = NULL, *retired = router->retired_first;
+    bd_variant_info info;
+    for (uint32_t i = 1; !loading && (i < router->queue_count || retired); i++) {
+        const bd_router_queue *queue = i < router->queue_count ? router->queues[i] : retired;
+        if (queue == retired) retired = retired->next_retired;
+        bd_cache_info(router->options.cache, queue->served.variant, now_us, &info);
+        if (info.state == BD_VARIANT_LOADING) loading = queue;
+    }
+    if (!loading) return;
+    size_t bytes = strlen(err->message);
+    snprintf(err->message + bytes, sizeof err->message - bytes,
+             "; variant %.128s is still loading: try again once it is ready", loading->served.name);
+}
+
+static bd_status order_load(bd_router *router, bd_variant *variant, uint64_t now_us,
+                            bd_error *err) {
+    bd_status status = bd_cache_prefetch(router->options.cache, variant, now_us, err);
+    bd_variant_info info;
+    if (status != BD_BUSY || !err) return status;
+    bd_cache_info(router->options.cache, variant, now_us, &info);
+    if (info.state == BD_VARIANT_ABSENT) add_loading(router, now_us, err);
+    return status;
+}
+
 static void run_order(bd_call *base, bd_engine *engine) {
     admin_call *call = (admin_call *)base;
     bd_cache *cache = call->router->options.cache;
@@ -83,7 +111,7 @@ static void run_order(bd_call *base, bd_engine *engine) {
     (void)engine;
     switch (call->verb) {
     case BD_ADMIN_LOAD:
-        call->status = bd_cache_prefetch(cache, variant, now_us, call->err);
+        call->status = order_load(call->router, variant, now_us, call->err);
         break;
     case BD_ADMIN_UNLOAD:
         /* What waits in the queue is not a user: it loads the variant again afterwards. */

@@ -15,14 +15,26 @@ static bd_router_queue *longest_refused(const bd_router *router, uint64_t now_us
     return longest;
 }
 
+/* Those that are served, then those that are not any more but still have requests or pages: a
+ * squeeze is about both, for a variant may be retired at any moment of one. */
+static bd_router_queue *first_variant(const bd_router *router) {
+    return router->queue_count > 1 ? router->queues[1] : router->retired_first;
+}
+
+static bd_router_queue *next_variant(const bd_router *router, const bd_router_queue *queue,
+                                     uint32_t *at) {
+    if (queue->retired) return queue->next_retired;
+    return ++*at < router->queue_count ? router->queues[*at] : router->retired_first;
+}
+
 /* Variants that the cache would not evict anyway, pinned or among the most wanted, gain nobody
  * anything. */
 static bd_router_queue *least_wanted(const bd_router *router, uint64_t now_us, bool *draining) {
     bd_router_queue *least = NULL;
     double least_rate = 0.0;
+    uint32_t at = 1;
     *draining = false;
-    for (uint32_t i = 1; i < router->queue_count; i++) {
-        bd_router_queue *q = router->queues[i];
+    for (bd_router_queue *q = first_variant(router); q; q = next_variant(router, q, &at)) {
         bd_variant_info info;
         if (q == router->squeezer) continue;
         bd_cache_info(router->options.cache, q->served.variant, now_us, &info);
@@ -54,6 +66,7 @@ void bd_squeeze_update(bd_router *router, uint64_t now_us) {
 
 void bd_squeeze_end(bd_router *router) {
     router->squeezer = NULL;
-    for (uint32_t i = 0; i < router->queue_count; i++)
-        router->queues[i]->paused = false;
+    uint32_t at = 1;
+    for (bd_router_queue *q = first_variant(router); q; q = next_variant(router, q, &at))
+        q->paused = false;
 }

@@ -112,7 +112,8 @@ bd_status bd_cache_acquire(bd_cache *cache, bd_variant *v, uint64_t now_us, bd_l
         return BD_OK;
     }
     if (v->state == BD_VARIANT_ABSENT) {
-        if (cache->pages_used == cache->pages && !fake_cache_evict(cache)) return BD_BUSY;
+        if (cache->pages_used == cache->pages && !fake_cache_evict(cache))
+            return bd_fail(err, BD_BUSY, v->name, "no pages");
         cache->pages_used++;
         cache->loads++;
         if (cache->fail_next) v->fails = true;

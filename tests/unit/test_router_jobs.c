@@ -373,6 +373,71 @@ static void test_cold_wait(void **state) {
     assert_false(cold_gets_through(UINT32_MAX, 300));
 }
 
+typedef struct order {
+    bd_change change; /* first member */
+    atomic_bool done;
+} order;
+
+static void on_change(bd_change *change) {
+    atomic_store(&((order *)change)->done, true);
+}
+
+static void retire_astro(world *w) {
+    order o = {.change = {.kind = BD_CHANGE_UNLOAD, .name = "zen-mini-astro", .done = on_change}};
+    bd_router_change(w->router, &o.change);
+    for (uint32_t i = 0; i < 5000 && !atomic_load(&o.done); i++)
+        fake_sleep_us(1000);
+    assert_true(atomic_load(&o.done));
+    assert_int_equal(o.change.status, BD_OK);
+}
+
+/* What holds the only page is retired, before a cold variant asks or while its sequences drain for
+ * that one: the cold one gets the page, and what waits for the retired one goes on afterwards. */
+static void retired_gives_way(bool before) {
+    enum { OLD = 16 };
+    world w;
+    bd_error err;
+    fake_rng rng = {fake_seed()};
+    _Atomic bool keep_going = true;
+    open_world(&w, 1, 20000, 0);
+    request *requests = calloc(OLD + 1, sizeof *requests);
+    assert_non_null(requests);
+    w.fake.delay_us_max = 4000;
+    start_world(&w);
+    assert_int_equal(bd_router_start(w.router, &err), BD_OK);
+    const bd_served *old = bd_router_find(w.router, "zen-mini-astro", 14, 0);
+    const bd_served *cold = bd_router_find(w.router, "zen-mini-sql", 12, 0);
+    for (uint32_t i = 0; i <= OLD; i++) {
+        request *r = &requests[i];
+        make_request(&w, r, &rng, 1);
+        r->job.served = i < OLD ? old : cold;
+        r->job.prompt_count = r->job.choices_per_prompt = 1;
+        r->job.params.max_new_tokens = 60 + i;
+        r->again = before && i < OLD;
+        r->keep_going = &keep_going;
+        if (i == OLD) fake_sleep_us(20000);
+        if (i == OLD && before) retire_astro(&w);
+        submit(r);
+    }
+    fake_sleep_us(60000);
+    if (!before) retire_astro(&w);
+    if (before) assert_true(wait_done(&w, 1, 30000)); /* the old ones come again and again */
+    atomic_store(&keep_going, false);
+    assert_true(wait_done(&w, OLD + 1, 30000));
+    bd_router_release(w.router, old);
+    bd_router_release(w.router, cold);
+    bd_engine_stop(w.engine);
+    bd_router_stop(w.router);
+    close_world(&w);
+    free(requests);
+}
+
+static void test_retired_gives_way(void **state) {
+    (void)state;
+    retired_gives_way(true);
+    retired_gives_way(false);
+}
+
 static void run_end_of_world(bool lost) {
     enum { COUNT = 60 };
     world w;
@@ -703,6 +768,21 @@ static void test_admin(void **state) {
     assert_ptr_equal(infos[2].cache.failure, &infos[2].failure);
     assert_string_equal(infos[2].failure.message, "planted: a chunk is corrupt");
     assert_null(infos[0].cache.failure);
+    /* No pages while others load, and no pages for good: it says which. */
+    w.cache.load_us = 60000000;
+    for (uint32_t i = 4; i < 6; i++)
+        assert_int_equal(
+            bd_router_admin(w.router, BD_ADMIN_LOAD, bd_router_served_at(w.router, i), &err),
+            BD_AGAIN);
+    assert_int_equal(bd_router_admin(w.router, BD_ADMIN_LOAD, astro, &err), BD_BUSY);
+    assert_non_null(strstr(err.message, "no pages; variant "));
+    assert_non_null(strstr(err.message, " is still loading"));
+    w.cache.pages = w.cache.pages_used = 0;
+    for (uint32_t i = 0; i < w.cache.count; i++)
+        if (w.cache.variants[i].state == BD_VARIANT_LOADING)
+            w.cache.variants[i].state = BD_VARIANT_ABSENT;
+    assert_int_equal(bd_router_admin(w.router, BD_ADMIN_LOAD, astro, &err), BD_BUSY);
+    assert_string_equal(err.message, "no pages");
     close_world(&w);
 }
 
@@ -714,7 +794,7 @@ int main(void) {
         cmocka_unit_test(test_cold_wait),    cmocka_unit_test(test_stop),
         cmocka_unit_test(test_lost),         cmocka_unit_test(test_admin),
         cmocka_unit_test(test_names),        cmocka_unit_test(test_directory),
-        cmocka_unit_test(test_another_base),
+        cmocka_unit_test(test_another_base), cmocka_unit_test(test_retired_gives_way),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
