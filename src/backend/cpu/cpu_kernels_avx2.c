@@ -57,6 +57,19 @@ INLINE void prefetch(const uint8_t *w, uint64_t ahead_bytes, uint32_t k) {
     _mm_prefetch((const char *)at, _MM_HINT_T0);
 }
 
+/* Eight rows are eight streams. Where they are short the hardware's prefetchers lose track of them
+ * (10 instead of 16 GB/s at 576 columns), so what comes two groups of rows later is asked for in
+ * the order of memory; rows of 1536 columns and more only suffer from asking. */
+INLINE bool is_short_row(const bd_cpu_dot *dot) {
+    return dot->stride_bytes < 3072;
+}
+/* The 128 bytes that go with eight columns of eight rows; may lie past the matrix's end. */
+INLINE void prefetch_group(const bd_cpu_dot *dot, uint32_t i, uint32_t k) {
+    const uint64_t ahead_bytes = (i + 16) * dot->stride_bytes;
+    prefetch(dot->w, ahead_bytes, 8 * k);
+    prefetch(dot->w, ahead_bytes + 64, 8 * k);
+}
+
 /* NW outputs times R rows; both are constants after inlining, and the accumulators fit the 16
  * registers. ahead_bytes: 0, or how far ahead of these weights to prefetch. */
 INLINE void dot_block(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, uint32_t r,
@@ -70,10 +83,12 @@ INLINE void dot_block(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, uint32_
     }
     UNROLL for (uint32_t b = 0; b < R; b++) x[b] = dot->x[r + b];
     const uint32_t count = dot->k / 8 * 8;
+    const bool short_row = is_short_row(dot);
     for (uint32_t k = 0; k < count; k += 8) {
         if (dtype != BD_DTYPE_F32 && ahead_bytes > 0 && k % 32 == 0) {
             UNROLL for (uint32_t a = 0; a < NW; a++) prefetch(w[a], ahead_bytes, k);
         }
+        if (dtype != BD_DTYPE_F32 && NW == 8 && short_row) prefetch_group(dot, i, k);
         if (NW <= R) {
             __m256 wide[8];
             UNROLL for (uint32_t a = 0; a < NW; a++) wide[a] = load8(w[a], k, dtype);
@@ -128,19 +143,11 @@ INLINE void dot_rows(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, const ui
     if (dot->rows - r == 1) dot_block(dot, dtype, i, r, 0, NW, 1);
 }
 
-/* Eight rows are eight streams. Where they are short the hardware's prefetchers lose track of them
- * (10 instead of 16 GB/s at 576 columns), so these are asked for two groups ahead; longer ones
- * (from 1536 columns) only suffer from asking. */
-INLINE uint64_t row_ahead_bytes(const bd_cpu_dot *dot) {
-    return dot->stride_bytes < 3072 ? 16 * dot->stride_bytes : 0;
-}
-
 INLINE void dot_all(const bd_cpu_dot *dot, bd_dtype dtype) {
     uint32_t i = 0;
     if (dot->rows == 1) {
-        const uint64_t ahead_bytes = row_ahead_bytes(dot);
         for (; i + 8 <= dot->n; i += 8)
-            dot_block(dot, dtype, i, 0, ahead_bytes, 8, 1);
+            dot_block(dot, dtype, i, 0, 0, 8, 1);
     }
     for (; i + 6 <= dot->n; i += 6)
         dot_rows(dot, dtype, i, 6);
@@ -289,7 +296,7 @@ INLINE void fused_block(const bd_cpu_dot *dot, const bd_cpu_signs *signs, uint32
     const uint8_t *w[8];
     const float *x = dot->x[0], *table = signs->table[0];
     const uint32_t group = (signs->first + i) / 8u;
-    const uint64_t ahead_bytes = row_ahead_bytes(dot);
+    const bool short_row = is_short_row(dot);
     __m256 total = _mm256_setzero_ps(), part = _mm256_setzero_ps();
     UNROLL for (uint32_t a = 0; a < 8; a++) {
         w[a] = dot->w + (i + a) * dot->stride_bytes;
@@ -300,9 +307,7 @@ INLINE void fused_block(const bd_cpu_dot *dot, const bd_cpu_signs *signs, uint32
         const uint32_t end = dot->k - k < 32 ? dot->k / 8 * 8 : k + 32;
         for (; k < end; k += 8) {
             const __m256 xs = _mm256_loadu_ps(x + k);
-            if (ahead_bytes > 0 && k % 32 == 0) {
-                UNROLL for (uint32_t a = 0; a < 8; a++) prefetch(w[a], ahead_bytes, k);
-            }
+            if (short_row) prefetch_group(dot, i, k);
             UNROLL for (uint32_t a = 0; a < 8; a++) acc[a] =
                 _mm256_fmadd_ps(xs, load8(w[a], k, BD_DTYPE_BF16), acc[a]);
         }
