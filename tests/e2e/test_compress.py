@@ -497,6 +497,22 @@ def test_config_that_may_not_differ(tmp_path, field, value):
     assert not (tmp_path / "d").exists()
 
 
+@pytest.mark.parametrize("text,told", [("{}", "tokenizer.json"), ("", "tokenizer.json"), ('{"model": {"type": "Unigram"}}', "tokenizer.json")])
+@pytest.mark.parametrize("more", [(), ("--dry-run",), ("--force",)])
+def test_an_unusable_tokenizer_is_refused(tmp_path, text, told, more):
+    tuned = demo_copy(tmp_path / "tuned")
+    (tuned / "tokenizer.json").write_text(text)
+    done = compress(DEMO / "zen-mini", tuned, tmp_path / "d", *more, status=1)
+    assert str(tuned / told) in done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["tuned"]
+
+
+def test_shards_that_are_no_power_of_two_are_wrong_usage(tmp_path):
+    for shards in (3, 5, 6, 7, 9, 16):
+        done = compress(DEMO / "zen-mini", DEMO / "zen-mini", tmp_path / "d", "--shards", shards, status=2)
+        assert "--shards" in done.stderr and done.stderr.endswith("try: bitdelta help compress\n")
+
+
 # ---- refusals ------------------------------------------------------------------------------------------------------------------
 
 def edit(folder, out, change):

@@ -133,6 +133,48 @@ def test_removed_during_use(launch, deltas):
     eventually(lambda: len(listing(server)["variants"]) == 1, what="forgotten variant")
 
 
+def test_the_fingerprint_follows_the_weights(launch, deltas, tmp_path):
+    """And whatever else changes answers, but no name."""
+
+    def fingerprint(server, model):
+        return server.complete("x", model, max_tokens=1)["system_fingerprint"]
+
+    server = start(launch, deltas)
+    base, sql, first = (fingerprint(server, name) for name in (BASE, SQL, C))
+    assert len({base, sql, first}) == 3
+    copy_variant(CODER, tmp_path / "deltas" / "coder")
+    replace_variant(deltas / "c", CODER, C, tmp_path)
+    assert rescan(server)["replaced"] == [C]
+    second = fingerprint(server, C)
+    assert second != first and (fingerprint(server, BASE), fingerprint(server, SQL)) == (base, sql)
+    (deltas / "c" / "generation_config.json").write_text('{"eos_token_id": [4081, 4084]}')
+    assert rescan(server)["replaced"] == [C]
+    assert fingerprint(server, C) not in (first, second)
+    assert adapter(server.admin_url, "load", "mine", "c").status_code == 200
+    assert fingerprint(server, "mine") == fingerprint(server, C)
+    assert adapter(server.admin_url, "load", "mine", "sql", more={"load_inplace": True}).status_code == 200
+    assert fingerprint(server, "mine") == sql
+    again = start(launch, deltas)
+    assert (fingerprint(again, BASE), fingerprint(again, SQL), fingerprint(again, C)) == (base, sql, fingerprint(server, C))
+    other = start(launch, deltas, "--cpu-kernels", "plain")
+    assert fingerprint(other, BASE) != base and fingerprint(other, SQL) != sql
+
+
+def test_of_two_with_one_name_the_first_wins(launch, deltas):
+    """In the order of directory names at start, whatever the file system lists first; a rescan takes the name from nobody."""
+    for copy in ("c-old", "b-backup", "z"):
+        copy_variant(CODER if copy == "b-backup" else C, deltas / copy, C)
+    server = start(launch, deltas)
+    answers_as(server, C, CODER, 4)
+    refused = {r["path"]: r["failure"] for r in listing(server)["refused"]}
+    assert refused == {str(deltas / n): f"the name is taken by {deltas / 'b-backup'}; {deltas / n} is refused" for n in ("c", "c-old", "z")}
+    for name in ("c", "c-old", "z"):
+        server.find(rf"level=error.*variant refused.*taken by {deltas / 'b-backup'}; {deltas / name} is refused")
+    copy_variant(MATH, deltas / "a-first", C)
+    assert len(rescan(server)["refused"]) == 4
+    answers_as(server, C, CODER, 4)
+
+
 def test_bad_variants_block_nobody(launch, deltas):
     """At start and at a rescan: each is named in the log, the reply and the list, and the good ones serve."""
     bad = {}
@@ -251,10 +293,21 @@ def test_adapters_by_order(launch, deltas, tmp_path):
     assert message.startswith("The lora adapter 'mine' has already been loaded.")
     assert adapter(url, "load", "mine", "c", more={"load_inplace": True}).status_code == 200
     answers_as(server, "mine", C)
-    # Nothing outside the directory of deltas, however it is spelled.
+    # Nothing outside the directory of deltas, however it is spelled, unless an entry of it is a link there: a rescan serves that too.
     (deltas / "door").symlink_to(tmp_path / "outside")
-    for path in ("../outside", tmp_path / "outside", "door", "c/../../outside", "..", "/", "nowhere", "."):
+    (deltas / "c" / "door").symlink_to(tmp_path / "outside")
+    (deltas / ".hidden").symlink_to(tmp_path / "outside")
+    for path in ("../outside", tmp_path / "outside", "c/door", ".hidden", "c/../../outside", "door/../outside", "..", "/", "nowhere", "."):
         error_of(adapter(url, "load", "x", path), 404, "model_not_found", "lora_path")
+    for name, path in (("linked", "door"), ("linked-too", deltas / "door")):
+        assert adapter(url, "load", name, path).status_code == 200
+        answers_as(server, name, CODER, 4)
+        assert adapter(url, "unload", name).status_code == 200
+    assert rescan(server)["added"] == [CODER, MATH]
+    (deltas / "door").unlink()
+    (deltas / "math").rename(tmp_path / "math")
+    assert rescan(server)["removed"] == [CODER, MATH]
+    (tmp_path / "math").rename(deltas / "math")
     error_of(adapter(url, "load", BASE, "c"), 400, "invalid_value", "lora_path")
     error_of(adapter(url, "load", "a\nb", "c"), 400, "invalid_value", "lora_path")
     error_of(adapter(url, "load", "a\0b", "c"), 400, "invalid_value", "lora_name")
@@ -342,6 +395,36 @@ def test_unload_during_use_and_load(launch, deltas):
     eventually(lambda: len(listing(server)["variants"]) == 2, what="forgotten variants")
 
 
+@pytest.mark.parametrize("replace", [False, True], ids=["removed", "replaced"])
+@pytest.mark.parametrize("wait", [0.3, 2.6], ids=["before", "during"])
+def test_retired_while_a_cold_variant_waits(launch, deltas, tmp_path, wait, replace):
+    """The only slot's variant goes, before or after it was told to give way: everybody is answered."""
+    server = start(launch, deltas, "--slots", "1", "--max-seqs", "2")
+    statuses = []
+
+    def ask(model, tokens):
+        body = {"model": model, "prompt": "def ", "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        statuses.append((model, requests.post(server.url + "/v1/completions", json=body, timeout=60).status_code))
+
+    threads = [threading.Thread(target=ask, args=(C, 900)) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: server.metric("vllm:num_requests_waiting") == 4, what="queue")
+    threads.append(threading.Thread(target=ask, args=(SQL, 2)))
+    threads[-1].start()
+    time.sleep(wait)
+    if replace:
+        replace_variant(deltas / "c", MATH, C, tmp_path)
+        assert rescan(server)["replaced"] == [C]
+    else:
+        assert adapter(server.admin_url, "unload", C).status_code == 200
+    for thread in threads:
+        thread.join(90)
+    assert sorted(statuses) == [(C, 200)] * 6 + [(SQL, 200)]
+    assert statuses.index((SQL, 200)) < 4  # it did not wait for all of those before it
+    eventually(lambda: not any(v["retired"] for v in listing(server)["variants"]), what="end of the old one")
+
+
 def test_keys_of_orders(launch, deltas, tmp_path):
     copy_variant(MATH, tmp_path / "outside")
     admin, client = {"Authorization": "Bearer op"}, {"Authorization": "Bearer sk"}
@@ -388,6 +471,25 @@ def test_pins_and_prefetch(launch, deltas, tmp_path):
     eventually(lambda: variants(server)["kept"]["state"] == "ready", what="loaded replacement")
     assert variants(server)["kept"]["pinned"]
     answers_as(server, "kept", CODER)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_pins_that_do_not_fit(launch, deltas, tmp_path, slots):
+    """Served unpinned, with a warning that says why."""
+    listed = [{"name": f"pin-{i}", "path": str(deltas / n), "pin": True} for i, n in enumerate(("c", "sql"))]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"deltas": str(deltas), "variants": listed, "cache": {"slots": slots}}))
+    server = launch("--config", str(path), "--slots", str(slots), deltas=None)
+    for i in range(slots - 1, 2):
+        line = server.find(rf"level=warn.*variant=pin-{i} is served unpinned").group(0)
+        line = next(one for one in server.lines if line in one)
+        assert "cannot be pinned" in line and listed[i]["path"] in line and f"slots={slots} allow {slots - 1} pins" in line
+    assert [variants(server)[f"pin-{i}"]["pinned"] for i in range(2)] == [i < slots - 1 for i in range(2)]
+    assert not listing(server)["refused"]
+    for name, golden in (("pin-0", C), ("pin-1", SQL), ("pin-0", C)):
+        answers_as(server, name, golden, 4)
+    # An order to pin is refused, as ever.
+    assert requests.post(server.admin_url + "/admin/variants/pin-1/pin", timeout=20).status_code >= 400
 
 
 # ---- Clients and processes that go away ----
@@ -447,6 +549,29 @@ def test_refused_values_are_wrong_usage(flags, words, tmp_path):
     config.write_text(json.dumps({key: int(flags[1]) if flags[1].isdigit() else flags[1]}))
     run = subprocess.run([*command, "--config", config], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert run.returncode == 1 and words in run.stderr, run.stderr
+
+
+@pytest.mark.parametrize("flags, status, words", [
+    (["--loads-in-parallel", "100"], 2, ["--loads-in-parallel", "read_depth (8)", "try: bitdelta help serve"]),
+    (["--nosuch"], 2, ["--nosuch", "try: bitdelta help serve"]),
+    (["--chat-template", "/no/such/file"], 1, ["/no/such/file"]),
+    (["--base-name", "a\"b"], 1, ["the base's name"]),
+])
+def test_told_before_the_base_is_loaded(flags, status, words):
+    command = [BINARY, "serve", "--base", "demo/zen-mini", "--listen", "127.0.0.1:0", "--admin", "none", "--backend", "cpu", *flags]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == status and all(word in run.stderr for word in words), run.stderr
+    assert "mod=model" not in run.stderr and "listening" not in run.stderr, run.stderr
+
+
+def test_a_command_not_known_has_no_help_of_its_own():
+    run = subprocess.run([BINARY, "sevre"], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2 and run.stderr.endswith("try: bitdelta help\n"), run.stderr
+
+
+def test_the_backend_line_has_no_empty_reason(server):
+    line = server.find(r"mod=backend using.*").group(0)
+    assert "()" not in line and "name=cpu" in line
 
 
 def test_a_name_with_a_nul_is_not_cut(server):

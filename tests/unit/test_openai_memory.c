@@ -181,8 +181,7 @@ static void take_done(void *ctx) {
 /* true: the answer came whole. */
 static bool attempt(const char *body, bool stream) {
     static const bd_completion_sink sink = {.event = take_event, .done = take_done};
-    const bd_openai openai = {
-        .fingerprint_source = (char[]){"x"}, .response_bytes_max = 1 << 20, .prompts_max = 8};
+    const bd_openai openai = {.response_bytes_max = 1 << 20, .prompts_max = 8};
     bd_api_error err = {0};
     cancelled = false;
     events = dones = 0;
@@ -243,8 +242,7 @@ static void test_stream(void **state) {
 static void test_too_large(void **state) {
     (void)state;
     static const bd_completion_sink sink = {.event = take_event, .done = take_done};
-    const bd_openai openai = {
-        .fingerprint_source = (char[]){"x"}, .response_bytes_max = 300, .prompts_max = 8};
+    const bd_openai openai = {.response_bytes_max = 300, .prompts_max = 8};
     bd_api_error err = {0};
     calls_left = UINT32_MAX;
     cancelled = false;

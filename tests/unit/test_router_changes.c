@@ -245,12 +245,17 @@ static void test_load_and_unload(void **state) {
     expect_load(&w, load_order("mine", "./real/../real"), BD_OK);
     snprintf(path, sizeof path, "%s/real", w.root);
     expect_load(&w, load_order("mine", path), BD_OK);
-    static const char *const outside[] = {"../..", "..", "one", "/tmp", "real/../../..", ".", "no"};
+    static const char *const outside[] = {"../..",         "..", "one/../../..", "/tmp",
+                                          "real/../../..", ".",  "no",           "one/."};
     for (size_t i = 0; i < sizeof outside / sizeof outside[0]; i++)
         expect_load(&w, load_order("x", outside[i]), BD_E_NOT_FOUND);
     expect_load(&w, load_order("zen-mini", "real"), BD_E_ARGUMENT);
     expect_load(&w, load_order("a\"b", "real"), BD_E_ARGUMENT);
     expect_load(&w, load_order("zen-mini-c", "real"), BD_E_ARGUMENT);
+    expect_load(&w, load_order("linked", "one"), BD_OK); /* an entry of the root, as a rescan's */
+    order gone = {.change = {.kind = BD_CHANGE_UNLOAD, .name = "linked"}};
+    give(&w, &gone);
+    assert_int_equal(gone.change.status, BD_OK);
     order out = load_order("out", "one");
     out.change.anywhere = true;
     expect_load(&w, out, BD_OK);
