@@ -4,7 +4,6 @@
  * wanted. */
 #include <stdlib.h>
 #include <string.h>
-#include <sys/socket.h>
 
 #include "bitdelta/base/clock.h"
 #include "internal.h"
@@ -156,8 +155,6 @@ void bd_handle_completed(void *cls, struct MHD_Connection *connection, void **re
                   bd_completion_failed(request->completion);
     if (code != MHD_REQUEST_TERMINATED_COMPLETED_OK || !finished)
         bd_request_cancel(request, BD_CANCELLED);
-    if (failed)
-        (void)shutdown(conn->fd,
-                       SHUT_RDWR); /* a stream that ended in an error closes its connection */
+    if (failed) bd_shard_cut(conn); /* a stream that ended in an error closes its connection */
     bd_request_unref(request);
 }

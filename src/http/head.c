@@ -137,12 +137,19 @@ static bool check_method(bd_request *request, const char *method, bd_api_error *
                        route->allow);
 }
 
-/* Spec section 1.4: path, OPTIONS, method, key, readiness, declared size, content type. */
+/* Spec section 1.4: path, the page an order comes from, OPTIONS, method, key, readiness, declared
+ * size, content type. */
 bool bd_head_check(bd_request *request, const char *method, uint64_t declared_bytes, bool has_body,
                    bd_api_error *err) {
     const bd_http_server *server = request->shard->server;
-    if (!check_path(request, err)) return false;
+    bool known = check_path(request, err);
     const bd_route *route = request->route;
+    bool admin = request->shard->admin || (known && route->runtime && server->admin_guarded);
+    if (request->shard->admin || (known && route->runtime)) {
+        bool keyed = admin ? server->admin_guarded : server->key_count > 0;
+        if (!bd_origin_check(request, keyed, err)) return false;
+    }
+    if (!known) return false;
     if (strcmp(method, "OPTIONS") == 0) {
         request->reply.allow = route->allow;
         request->reply.status = MHD_HTTP_NO_CONTENT;
@@ -151,7 +158,6 @@ bool bd_head_check(bd_request *request, const char *method, uint64_t declared_by
     if (!check_method(request, method, err)) return false;
     const char *header =
         MHD_lookup_connection_value(request->connection, MHD_HEADER_KIND, "Authorization");
-    bool admin = request->shard->admin || (route->runtime && server->admin_guarded);
     if (route->guarded && !bd_key_check(server, admin, header, &request->tenant))
         return bd_api_fail(err, BD_API_KEY, NULL, "Incorrect API key provided or no key given.");
     if (route->id != BD_ROUTE_HEALTH && !request->shard->admin &&

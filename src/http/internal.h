@@ -20,6 +20,7 @@
     4 /* bodies over this many times the limit are cut off, not read to the end */
 #define BD_HTTP_ADDRESS_MAX    80
 #define BD_HTTP_REQUEST_ID_MAX 128
+#define BD_HTTP_HOST_MAX       256
 
 typedef enum bd_route_id {
     BD_ROUTE_UNKNOWN,
@@ -98,6 +99,7 @@ struct bd_conn { /* shard's thread only */
     int fd;
     uint32_t slot, generation;
     bool watched;
+    bool left;            /* the client sends no more; the library may not know yet */
     uint64_t deadline_us; /* 0: none */
     bool path_overlong;
     char path[BD_HTTP_PATH_MAX]; /* raw, without the query */
@@ -191,6 +193,11 @@ bool bd_head_check(bd_request *request, const char *method, uint64_t declared_by
 void bd_head_request_id(bd_request *request);
 bool bd_head_body(struct MHD_Connection *connection,
                   uint64_t *declared_bytes); /* true: a body follows */
+/* origin.c: orders that a web page may have sent. keyed: the request needs a key, which no page
+ * has. */
+bool bd_origin_check(const bd_request *request, bool keyed, bd_api_error *err);
+bool bd_origin_host_allowed(const char *sent, const char *given, const char *bound);
+bool bd_origin_is_own(const char *origin, const char *host);
 /* auth.c */
 void bd_key_digest(const char *key, size_t bytes, bd_server_key *out);
 bool bd_key_check(const bd_http_server *server, bool admin, const char *header, uint32_t *tenant);
@@ -226,6 +233,7 @@ bd_status bd_shard_init(bd_shard *shard, bd_http_server *server, int listen_fd, 
 bd_status bd_shard_start(bd_shard *shard, bd_error *err);
 void bd_shard_deinit(bd_shard *shard);
 void bd_shard_watch(bd_conn *conn); /* tell when the client leaves */
+void bd_shard_cut(bd_conn *conn);   /* the library closes it soon */
 void bd_shard_park(bd_request *request);
 
 #endif

@@ -3,8 +3,12 @@
  * shard's thread.
  *
  * A suspended connection is blind: libmicrohttpd neither times it out nor sees its client leave. So
- * the socket of every parked request is watched here for EPOLLRDHUP, which also fires for a
- * half-close: both count as leaving. */
+ * every socket is watched here for EPOLLRDHUP, which also fires for a half-close: while a request
+ * is worked on, both count as leaving.
+ *
+ * The library reads once per edge of its epoll and takes a short read for the last: when data and
+ * the end come together, it never reads the end. A read side that ended is therefore shut down
+ * here, which takes nothing from it but makes another edge, until the library has closed. */
 #include <errno.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -92,6 +96,7 @@ static void open_conn(bd_shard *shard, struct MHD_Connection *connection, void *
     shard->conn_count++;
     if (!shard->admin) atomic_fetch_add(&shard->server->connection_count, 1);
     set_socket_options(conn->fd);
+    bd_shard_watch(conn);
     *socket_context = conn;
 }
 
@@ -168,10 +173,24 @@ void bd_shard_watch(bd_conn *conn) {
     if (epoll_ctl(conn->shard->epoll_fd, operation, conn->fd, &event) == 0) conn->watched = true;
 }
 
+/* A request that is being worked on has what it needs from its client. */
+static void nudge(const bd_conn *conn) {
+    if (conn->left && (!conn->request || !conn->request->body_done))
+        (void)shutdown(conn->fd, SHUT_RD);
+}
+
+void bd_shard_cut(bd_conn *conn) {
+    conn->left = true;
+    (void)shutdown(conn->fd, SHUT_RDWR);
+}
+
 static void client_left(bd_shard *shard, uint64_t tag) {
     uint32_t slot = (uint32_t)tag, generation = (uint32_t)(tag >> 32);
     bd_conn *conn = slot < shard->slot_count ? shard->slots[slot] : NULL;
-    if (!conn || conn->generation != generation || !conn->request) return;
+    if (!conn || conn->generation != generation) return;
+    conn->left = true;
+    nudge(conn);
+    if (!conn->request || !conn->request->body_done) return;
     bd_request_cancel(conn->request, BD_CANCELLED);
     wake(conn->request);
 }
@@ -209,8 +228,9 @@ static void sweep(bd_shard *shard, uint64_t now_us) {
     for (bd_conn *conn = shard->conns; conn; conn = conn->next) {
         if (conn->deadline_us > 0 && now_us > conn->deadline_us) {
             conn->deadline_us = 0;
-            (void)shutdown(conn->fd, SHUT_RDWR);
+            bd_shard_cut(conn);
         }
+        nudge(conn);
         if (!conn->request) continue;
         if (phase == BD_PHASE_ABORT) bd_request_cancel(conn->request, BD_E_SHUTDOWN);
         send_comment(conn->request, now_us);
@@ -256,7 +276,7 @@ static void close_all(bd_shard *shard) {
             bd_request_cancel(conn->request, BD_CANCELLED);
             wake(conn->request);
         }
-        (void)shutdown(conn->fd, SHUT_RDWR);
+        bd_shard_cut(conn);
     }
     while (shard->conn_count > 0 && bd_now_us() < give_up_us)
         turn(shard);

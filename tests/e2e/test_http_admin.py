@@ -60,6 +60,79 @@ def test_verbs(launch):
     assert "vllm:num_requests_running" in requests.get(server.admin_url + "/metrics").text
 
 
+PAGES = ["http://evil.com", "null", "http://127.0.0.1", "http://127.0.0.1:1", "https://localhost:8081.evil.com", ""]
+
+
+def ask(port, line, *headers, body=None):
+    """One request with the headers as they are; host is 127.0.0.1:port unless one of them is a Host."""
+    method, path = line.split()
+    raw = socket.create_connection(("127.0.0.1", port), timeout=20)
+    lines = [f"{method} {path} HTTP/1.1", *headers, "Connection: close"]
+    if not any(h.startswith("Host:") for h in headers):
+        lines.append(f"Host: 127.0.0.1:{port}")
+    data = json.dumps(body).encode() if body else b""
+    if body:
+        lines.append("Content-Type: application/json")
+    if method == "POST":
+        lines.append(f"Content-Length: {len(data)}")
+    raw.sendall("\r\n".join(lines).encode() + b"\r\n\r\n" + data)
+    answer = Reader(raw).answer()
+    raw.close()
+    return answer.status, answer.body
+
+
+def refused(answer):
+    return answer[0] == 403 and json.loads(answer[1])["error"]["code"] == "origin_not_allowed"
+
+
+def test_web_pages_give_no_orders(launch):
+    """A page may send a POST anywhere, and a name of its own may lead here."""
+    server = launch("--runtime-loading")
+    name = VARIANTS[0]
+    port = server.admin_port
+    order = f"POST /admin/variants/{name}/pin"
+    unload = {"lora_name": name}
+    for page in PAGES:
+        for line in (order, "POST /admin/rescan", "GET /admin/variants", "GET /metrics", "OPTIONS /admin/rescan", "GET /nope"):
+            assert refused(ask(port, line, f"Origin: {page}")), (line, page)
+        assert refused(ask(port, "POST /v1/unload_lora_adapter", f"Origin: {page}", body=unload))
+        assert refused(ask(server.port, "POST /v1/unload_lora_adapter", f"Origin: {page}", body=unload))
+        assert ask(server.port, "GET /v1/models", f"Origin: {page}")[0] == 200
+    for host in ("evil.com", f"evil.com:{port}", "127.0.0.1.evil.com", "localhost.evil.com", "10.1.2.3", "[::2]:80", "[::1", "a b", ":80"):
+        for line in (order, "GET /admin/variants"):
+            assert refused(ask(port, line, f"Host: {host}", f"Origin: http://{host}")), host
+            assert refused(ask(port, line, f"Host: {host}")), host
+        assert refused(ask(server.port, "POST /v1/unload_lora_adapter", f"Host: {host}", body=unload))
+        assert ask(server.port, "GET /v1/models", f"Host: {host}")[0] == 200
+    assert variants(server)[name]["pinned"] is False
+    for host in ("localhost", "LOCALHOST.:1", "127.0.0.1", "127.3.2.1:80", "[::1]", f"[::1]:{port}", "[::ffff:127.0.0.1]"):
+        assert ask(port, order, f"Host: {host}")[0] == 200
+    assert ask(port, order, f"Origin: http://127.0.0.1:{port}")[0] == 200
+    assert ask(port, order, f"Origin: HTTPS://LocalHost:{port}", f"Host: localhost:{port}")[0] == 200
+    assert ask(server.port, "POST /v1/unload_lora_adapter", body=unload)[0] == 200
+
+
+def test_web_pages_and_keys(launch):
+    """With a key any name may lead here, but no other page's script gives orders."""
+    server = launch("--admin-key", "k", "--runtime-loading")
+    order = f"POST /admin/variants/{VARIANTS[0]}/pin"
+    key = "Authorization: Bearer k"
+    assert ask(server.admin_port, order, key, "Host: gpu7.lan:81")[0] == 200
+    assert ask(server.admin_port, order, "Host: gpu7.lan:81")[0] == 401
+    assert ask(server.admin_port, order, key, "Host: gpu7.lan:81", "Origin: http://gpu7.lan:81")[0] == 200
+    assert refused(ask(server.admin_port, order, key, "Origin: http://evil.com"))
+    unload = {"lora_name": VARIANTS[0]}
+    assert refused(ask(server.port, "POST /v1/unload_lora_adapter", key, "Origin: http://evil.com", body=unload))
+    assert ask(server.port, "POST /v1/unload_lora_adapter", key, "Host: gpu7.lan", body=unload)[0] == 200
+
+
+def test_a_listener_on_every_address(launch):
+    """It is reached by any address, but a name may be a page's."""
+    server = launch("--admin", "0.0.0.0:0")
+    assert ask(server.admin_port, "GET /admin/variants", "Host: 10.1.2.3:81")[0] == 200
+    assert refused(ask(server.admin_port, "GET /admin/variants", "Host: evil.com"))
+
+
 def test_eviction_under_two_slots(launch):
     """More variants than slots: each answers, and answers the same when it comes back."""
     server = launch("--slots", "2", "--pinned-top", "0")

@@ -197,6 +197,36 @@ def test_a_client_that_leaves_cancels(server, how, stream):
     assert server.metric("vllm:generation_tokens_total") == after and after - before < 8000
 
 
+HALF = request(body={"model": "none", "prompt": "zz"})
+
+
+@pytest.mark.parametrize("sent", [b"", HALF[:9], HALF[:60], HALF[:HALF.index(b"\r\n\r\n") + 4], HALF[:-3], HALF],
+                         ids=["nothing", "line", "head", "whole head", "body", "whole"])
+@pytest.mark.parametrize("how", ["close", "half-close"])
+def test_part_of_a_request_and_gone(server, how, sent):
+    """The end may come together with the last bytes. Who only half-closes after a whole request is still answered."""
+    def held():
+        return server.metric("bd_http_connections"), server.metric("bd_http_upload_bytes")
+
+    eventually(lambda: held() == (1, 0), what="connection of the test alone")
+    half_closed = []
+    for _ in range(50):
+        raw = server.connect()
+        raw.sendall(sent)
+        raw.shutdown(socket.SHUT_WR)
+        if how == "close":
+            raw.close()
+        else:
+            half_closed.append(raw)
+    for raw in half_closed:
+        answer = b""
+        while piece := raw.recv(4096):
+            answer += piece
+        assert (b"model_not_found" in answer) == (sent == HALF), answer
+        raw.close()
+    eventually(lambda: held() == (1, 0), seconds=5, what="end of the connections")
+
+
 def test_leaving_while_queued(launch):
     server = launch("--max-seqs", "2")
     holders = [server.connect() for _ in range(2)]

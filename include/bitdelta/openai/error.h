@@ -24,6 +24,7 @@
     X(BD_API_UNSUPPORTED, 400, "invalid_request_error", "unsupported_parameter")                   \
     X(BD_API_CONTEXT, 400, "invalid_request_error", "context_length_exceeded")                     \
     X(BD_API_KEY, 401, "authentication_error", "invalid_api_key")                                  \
+    X(BD_API_ORIGIN, 403, "invalid_request_error", "origin_not_allowed")                           \
     X(BD_API_MODEL, 404, "invalid_request_error", "model_not_found")                               \
     X(BD_API_URL, 404, "not_found_error", "unknown_url")                                           \
     X(BD_API_METHOD, 405, "invalid_request_error", "method_not_allowed")                           \
