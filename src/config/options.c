@@ -193,7 +193,8 @@ static bd_status check_serve(parser *p) {
 
 static bd_status check_compress(parser *p) {
     const uint32_t shards = p->out->compress.shards;
-    if ((shards & (shards - 1)) != 0) return fail_usage(p, "--shards", "is not 1, 2, 4 or 8");
+    if (shards > 8 || (shards & (shards - 1)) != 0)
+        return fail_usage(p, "--shards", "is not 1, 2, 4 or 8");
     return BD_OK;
 }
 

@@ -228,7 +228,7 @@ static void test_wrong_usage(void **state) {
         {"compress --base a --finetuned b", "--out", "is required"},
         {"compress --base a --finetuned b --out c --bits 5", "--bits", "1..4"},
         {"compress --base a --finetuned b --out c --shards 3", "--shards", "not 1, 2, 4 or 8"},
-        {"compress --base a --finetuned b --out c --shards 16", "--shards", "1..8"},
+        {"compress --base a --finetuned b --out c --shards 16", "--shards", "not 1, 2, 4 or 8"},
         {"compress --base a --finetuned b --out c --config d", "--config", "no such flag"},
         {"inspect", "DIR|FILE", "is required"},
         {"inspect a b", "b", "unexpected argument"},
