@@ -64,7 +64,7 @@ static bd_status not_found(const bd_change *change, bd_error *err) {
 
 static void remove_name(bd_router *router, bd_router_queue *queue) {
     bd_sources_remove(router, queue->given_name, queue->dir);
-    bd_registry_op op = {.before = queue};
+    bd_registry_op op = {.before = queue, .keeps_files = true};
     bd_registry_apply(router, &op, 1);
 }
 

@@ -49,6 +49,7 @@ typedef struct bd_router_queue { /* one per served name, the base included */
     atomic_uint holders; /* the registry and all who found it; not counted for the base */
     bd_call retire_call; /* to bd-sched when nobody holds it any more */
     bool retired;        /* not in the registry: in router->retired */
+    bool keeps_files;    /* once retired: its directory still holds what it was */
     struct bd_router_queue *prev_retired, *next_retired;
     /* bd-scan (before that: the builder): */
     char *given_name; /* owned; NULL: the name is delta.json's */
@@ -80,6 +81,7 @@ typedef struct bd_registry_op {
     bd_router_queue *before, *after;
     bd_delta *delta;                    /* of after; taken, also when the change fails */
     char name[BD_VARIANT_NAME_MAX + 1]; /* of before: it may be gone afterwards */
+    bool keeps_files;                   /* before's directory is as it was */
     bd_status status;                   /* not BD_OK: nothing changed, after is the caller's */
     bd_error err;
 } bd_registry_op;

@@ -257,6 +257,8 @@ const bd_served *bd_router_served_at(bd_router *router, uint32_t index) {
 /* The registry lets go. Its pin goes at once: the pages are wanted for what replaces it. */
 static void retire(bd_router *router, bd_router_queue *queue) {
     queue->retired = true;
+    /* Its pages could not be read again: what waits for it must get them before they go. */
+    if (!queue->keeps_files) queue->paused = false;
     queue->next_retired = router->retired_first;
     if (router->retired_first) router->retired_first->prev_retired = queue;
     router->retired_first = queue;
@@ -310,6 +312,7 @@ static void apply_one(bd_router *router, bd_registry_op *op) {
     }
     pthread_mutex_unlock(&router->names_lock);
     if (gone) {
+        op->before->keeps_files = op->keeps_files;
         retire(router, op->before);
     } else if (old && info.pinned) {
         bd_status back = bd_cache_pin(cache, old, true, NULL);

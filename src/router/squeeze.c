@@ -28,7 +28,8 @@ static bd_router_queue *next_variant(const bd_router *router, const bd_router_qu
 }
 
 /* Variants that the cache would not evict anyway, pinned or among the most wanted, gain nobody
- * anything. */
+ * anything. One whose files are gone would not come back for those who wait for it; it is wanted by
+ * nobody new, so that its end is near. */
 static bd_router_queue *least_wanted(const bd_router *router, uint64_t now_us, bool *draining) {
     bd_router_queue *least = NULL;
     double least_rate = 0.0;
@@ -38,6 +39,7 @@ static bd_router_queue *least_wanted(const bd_router *router, uint64_t now_us, b
         bd_variant_info info;
         if (q == router->squeezer) continue;
         bd_cache_info(router->options.cache, q->served.variant, now_us, &info);
+        if (q->retired && !q->keeps_files && info.host_bytes == 0) continue;
         if (info.references == 0 || info.pinned || info.protected_by_rate) continue;
         if (q->paused) {
             *draining = true;
