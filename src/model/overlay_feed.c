@@ -1,5 +1,6 @@
 /* overlay_feed.c - a delta file's bytes, in pieces of any size, into pages. See overlay.h.
- * Owner: the loader thread of a load; it may run beside steps, which read layers that are ready only.
+ * Owner: the loader thread of a load; it may run beside steps, which read layers that are ready
+ * only.
  */
 #include <math.h>
 #include <stdlib.h>

@@ -53,7 +53,7 @@ typedef struct bd_router_queue { /* one per served name, the base included */
     struct bd_router_queue *prev_retired, *next_retired;
     /* bd-scan (before that: the builder): */
     char *given_name; /* owned; NULL: the name is delta.json's */
-    bool pin; /* loaded at start; not where the pin did not fit */
+    bool pin;         /* loaded at start; not where the pin did not fit */
     bd_variant_mark mark;
     bd_tokenizer *tokenizer; /* owned; NULL: the base's */
     /* bd-sched: */

@@ -27,7 +27,7 @@ typedef struct bd_http_options { /* zero means the default in brackets; strings 
      * admin key if there is one, else for a key as the other routes do. */
     bool runtime_loading;
     const char *chat_template; /* file for every model, read by attach; NULL: each has its own */
-    const char *cors_origin; /* NULL or "": no CORS headers; "*" is usual */
+    const char *cors_origin;   /* NULL or "": no CORS headers; "*" is usual */
     bd_metrics *metrics;
     uint32_t shard_count;     /* [2] bd-http-n threads */
     uint32_t worker_count;    /* [2] bd-work-n threads */
