@@ -10,11 +10,11 @@
 static const double span_requests[BD_POLICY_SPANS] = {8, 32, 128, 512, 4096, 32768};
 
 /* Chosen with bench/cache_policy.c. In the ranges given no trace's mean over slots is below the
- * best of LRU, LFU and ARC by more than a tenth of a point (the worst single point by 1.2: diurnal,
- * 448 slots for 1000 variants); beyond them some are. COMMON_PART is what a span learns of a
- * request that others foresaw. */
+ * best of LRU, LFU and ARC by more than a tenth of a point (the worst single point by 0.7: diurnal,
+ * 448 slots for 1000 variants, by 1.2 with half the WEIGHT_STEP); beyond them some are. COMMON_PART
+ * is what a span learns of a request that others foresaw. */
 #define UNIFORM_PART 0.01 /* of a prediction, to all variants alike: 0.005 to 0.02 */
-#define WEIGHT_STEP  0.01 /* how fast the weights follow: 0.01 to 0.025 */
+#define WEIGHT_STEP  0.02 /* how fast the weights follow: 0.01 to 0.025 */
 #define WEIGHT_MIN   1e-4
 #define COMMON_PART  0.03 /* 0 to 0.05 */
 #define MARGIN       0.25 /* 0.1 to 0.25; long cycles want it large, drift small */
