@@ -144,7 +144,12 @@ static void take_prefix(bd_engine *engine, bd_sequence *sequence) {
     /* A block found would skip rows whose log-probabilities are still to be reported. */
     bool reporting = sequence->prompt_wanted && sequence->prompt_next < sequence->prompt_count;
     if (!sequence->publishes || reporting) return;
-    uint32_t limit = (bd_sequence_target(sequence) - 1) / engine->block_tokens;
+    uint32_t known = bd_sequence_target(sequence) - 1;
+    /* Of a sequence that goes on after a preemption, what the base wrote has no key: another's
+     * prompt may hold the very same tokens, computed by the variant. */
+    if (bd_sequence_ends_with_base(engine, sequence) && known > sequence->prompt_count)
+        known = sequence->prompt_count;
+    uint32_t limit = known / engine->block_tokens;
     while (sequence->block_count < limit) {
         const int32_t *tokens =
             sequence->tokens + (size_t)sequence->block_count * engine->block_tokens;

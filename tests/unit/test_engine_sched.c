@@ -328,6 +328,13 @@ static void test_random_unpolled(void **state) {
         run_random(fake_mix(seed + round), round % 2 == 1, round % 3 != 2, true);
 }
 
+/* A sequence is preempted while the base decodes for it, and another's prompt begins with all that
+ * it has: the blocks of that prompt were computed by the variant and are not its own. */
+static void test_prefix_beyond_prompt(void **state) {
+    (void)state;
+    run_random(fake_mix(102653283537969u + 11u), true, false, true);
+}
+
 /* Sequences that ask nothing of the model end without a step, and make room for those behind. One
  * in `every` runs, and needs all of the KV. */
 static void run_idle(uint32_t every) {
@@ -638,6 +645,7 @@ int main(void) {
         cmocka_unit_test(test_chosen_gives_way),
         cmocka_unit_test(test_random),
         cmocka_unit_test(test_random_unpolled),
+        cmocka_unit_test(test_prefix_beyond_prompt),
         cmocka_unit_test(test_stop_with_work),
         cmocka_unit_test(test_device_lost),
         cmocka_unit_test(test_device_hangs),
