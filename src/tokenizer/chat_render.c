@@ -301,7 +301,7 @@ static bool exec_text(bd_chat_run *run, const bd_chat_node *node) {
 }
 
 static bool exec_set(bd_chat_run *run, const bd_chat_node *node) {
-    bd_chat_value value, body;
+    bd_chat_value value, body = bd_chat_none();
     bd_chat_scope *scope = run->scope;
     if (node->op == BD_CHAT_OP_SET)
         return bd_chat_eval(run, node->kids[1], &value) && assign(run, node->kids[0], &value);
