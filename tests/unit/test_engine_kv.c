@@ -277,7 +277,7 @@ static void run_continuation(bool decode_delta, uint64_t expected) {
     bd_sequence_options o = {.prompt = prompt,
                              .prompt_tokens = 9,
                              .max_new_tokens = 20,
-                             .lease = {&variants[0], &variants[0].overlay},
+                             .lease = {.variant = &variants[0], .overlay = &variants[0].overlay},
                              .logprobs = -1,
                              .prompt_logprobs = -1,
                              .sink = &sink,
