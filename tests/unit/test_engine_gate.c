@@ -210,7 +210,12 @@ static void end_load(world *w, uint32_t variant, bd_status status) {
 
 static client *ask(world *w, uint32_t at, int32_t variant, bool loading, uint32_t new_tokens) {
     client *c = &w->clients[at];
-    memset(c, 0, sizeof *c);
+    /* Field by field: bd-sched looks at wanted and cancel in every turn. */
+    c->sequence = NULL;
+    c->count = 0;
+    c->finish = BD_FINISH_STOP;
+    bd_error_clear(&c->error);
+    atomic_store(&c->ended, false);
     c->options = (bd_sequence_options){.prompt = w->prompt,
                                        .prompt_tokens = PROMPT,
                                        .max_new_tokens = new_tokens,
