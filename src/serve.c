@@ -318,14 +318,10 @@ static bd_status add_variants(server *s, bd_error *err) {
 
 static bd_status open_http(server *s, bd_error *err) {
     const bd_serve_options *o = s->options;
-    bd_http_key *keys = o->api_keys.count ? calloc(o->api_keys.count, sizeof *keys) : NULL;
-    if (o->api_keys.count && !keys) return bd_fail(err, BD_E_MEMORY, "http", "out of memory");
-    for (uint32_t i = 0; i < o->api_keys.count; i++)
-        keys[i].key = o->api_keys.items[i];
     const bd_http_options options = {.listen = o->listen,
                                      .admin = o->admin && strcmp(o->admin, "none") != 0 ? o->admin
                                                                                         : NULL,
-                                     .keys = keys,
+                                     .keys = (const char *const *)o->api_keys.items,
                                      .key_count = o->api_keys.count,
                                      .admin_key = o->admin_key,
                                      .runtime_loading = o->runtime_loading,
@@ -338,7 +334,6 @@ static bd_status open_http(server *s, bd_error *err) {
                                      .chat_template = o->chat_template,
                                      .health_ctx = s};
     bd_status status = bd_http_server_create(&options, &s->http, err);
-    free(keys);
     return status == BD_OK ? bd_http_server_start(s->http, err) : status;
 }
 

@@ -54,7 +54,6 @@ typedef struct bd_route {
 
 typedef struct bd_server_key {
     uint8_t digest[32]; /* SHA-256 */
-    uint32_t tenant;
 } bd_server_key;
 
 typedef enum bd_phase { BD_PHASE_RUN, BD_PHASE_DRAIN, BD_PHASE_ABORT, BD_PHASE_CLOSE } bd_phase;
@@ -151,7 +150,7 @@ struct bd_request {
     bool parked, body_done, work_started, head_only, replied, expects, active;
     size_t body_seen;
     uint64_t received_us, last_write_us;
-    uint32_t tenant;
+    const bd_tenant *tenant; /* held; NULL: everyone, or not known yet */
     char id[BD_HTTP_REQUEST_ID_MAX + 1];
     char path[BD_HTTP_PATH_MAX];
     /* The shard's thread, then the worker's. */
@@ -200,7 +199,9 @@ bool bd_origin_host_allowed(const char *sent, const char *given, const char *bou
 bool bd_origin_is_own(const char *origin, const char *host);
 /* auth.c */
 void bd_key_digest(const char *key, size_t bytes, bd_server_key *out);
-bool bd_key_check(const bd_http_server *server, bool admin, const char *header, uint32_t *tenant);
+/* Of a public route whose key names a tenant: that tenant, to be released; else NULL. */
+bool bd_key_check(const bd_http_server *server, bool admin, const char *header,
+                  const bd_tenant **tenant);
 /* work.c */
 bd_status bd_workers_start(bd_http_server *server, bd_error *err);
 void bd_workers_stop(bd_http_server *server);

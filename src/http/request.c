@@ -26,6 +26,7 @@ void bd_request_unref(bd_request *request) {
     if (atomic_fetch_sub(&request->refs, 1) > 1) return;
     bd_request_drop_body(request);
     bd_completion_destroy(request->completion);
+    bd_tenant_release(request->tenant);
     bd_strbuf_deinit(&request->reply.body);
     free(request->outbox.data);
     pthread_mutex_destroy(&request->lock);

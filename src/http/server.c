@@ -60,11 +60,10 @@ static bd_status copy_options(bd_http_server *server, const bd_http_options *opt
         return bd_fail(err, BD_E_MEMORY, "http", "out of memory");
     if (!server->listen) return bd_fail(err, BD_E_ARGUMENT, "listen", "no listen address");
     for (uint32_t i = 0; i < options->key_count; i++) {
-        const bd_http_key *key = &options->keys[i];
-        if (!key->key || !key->key[0])
+        const char *key = options->keys[i];
+        if (!key || !key[0])
             return bd_fail(err, BD_E_ARGUMENT, "api key", "key %u is empty", (unsigned)i);
-        bd_key_digest(key->key, strlen(key->key), &server->keys[i]);
-        server->keys[i].tenant = key->tenant;
+        bd_key_digest(key, strlen(key), &server->keys[i]);
     }
     server->key_count = options->key_count;
     server->admin_guarded = options->admin_key && options->admin_key[0];

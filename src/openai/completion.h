@@ -45,13 +45,14 @@ typedef struct bd_choice {
 struct bd_completion {
     const bd_openai *openai;
     const bd_served *served; /* held */
-    uint32_t tenant;
+    bd_ask ask;              /* what is reserved for it; its tenant is the creator's to hold */
+    size_t body_bytes;
     bd_completion_request request;
     bd_strbuf rendered;       /* chat: the prompt as text */
     bd_prompt_state *prompts; /* [request.prompt_count] */
     bd_choice *choices;       /* [choice_count] */
     uint32_t choice_count, max_new;
-    bool reserved; /* queue room is ours to give back */
+    bool reserved; /* queue room and the tenant's share are ours to give back */
     bd_stop_set stops;
     int32_t *stop_ids; /* the user's first, then EOS */
     uint32_t user_stop_count, stop_id_count;
@@ -86,7 +87,7 @@ void bd_completion_write_role_event(const bd_completion *completion, uint32_t in
                                     bd_strbuf *out);
 /* openai.c */
 /* *out is to be released. */
-bool bd_openai_find_model(const bd_openai *openai, uint32_t tenant, const bd_text *model,
+bool bd_openai_find_model(const bd_openai *openai, const bd_tenant *tenant, const bd_text *model,
                           const bd_served **out, bd_api_error *err);
 void bd_openai_fingerprint(const bd_openai *openai, const bd_served *served, char out[24]);
 

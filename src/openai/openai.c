@@ -94,13 +94,14 @@ void bd_openai_random_hex(char *out, size_t digits) {
     out[digits] = '\0';
 }
 
-bool bd_openai_find_model(const bd_openai *openai, uint32_t tenant, const bd_text *model,
+bool bd_openai_find_model(const bd_openai *openai, const bd_tenant *tenant, const bd_text *model,
                           const bd_served **out, bd_api_error *err) {
     if (!model->data) {
         *out = bd_router_served_count(openai->router) > 0 ? bd_router_served_at(openai->router, 0)
                                                           : NULL;
-        if (*out) return true;
-        return bd_api_fail(err, BD_API_MODEL, "model", "No model is served.");
+        if (*out && bd_tenant_allows(tenant, (*out)->name)) return true;
+        *out = NULL;
+        return bd_api_fail(err, BD_API_MODEL, "model", "There is no default model: name one.");
     }
     *out = bd_router_find(openai->router, model->data, model->bytes, tenant);
     if (*out) return true;
@@ -132,7 +133,8 @@ static void write_card(const bd_served *served, bd_strbuf *out) {
         hex, served->created_s);
 }
 
-bool bd_openai_models(const bd_openai *openai, uint32_t tenant, bd_strbuf *out, bd_api_error *err) {
+bool bd_openai_models(const bd_openai *openai, const bd_tenant *tenant, bd_strbuf *out,
+                      bd_api_error *err) {
     uint32_t count = 0;
     const bd_served **list = bd_router_list(openai->router, tenant, &count);
     if (!list) return bd_out_of_memory(err);
@@ -146,8 +148,8 @@ bool bd_openai_models(const bd_openai *openai, uint32_t tenant, bd_strbuf *out, 
     return !out->failed || bd_out_of_memory(err);
 }
 
-bool bd_openai_model(const bd_openai *openai, uint32_t tenant, const char *id, size_t id_bytes,
-                     bd_strbuf *out, bd_api_error *err) {
+bool bd_openai_model(const bd_openai *openai, const bd_tenant *tenant, const char *id,
+                     size_t id_bytes, bd_strbuf *out, bd_api_error *err) {
     const bd_served *served = NULL;
     if (!bd_openai_find_model(openai, tenant, &(bd_text){id, id_bytes}, &served, err)) return false;
     write_card(served, out);
@@ -159,7 +161,7 @@ typedef bool (*parse_fn)(const char *body, size_t bytes, uint32_t prompts_max,
                          bd_completion_request *out, bd_api_error *err);
 
 /* NOLINTNEXTLINE(readability-function-size): those of the public functions, and how to parse */
-static bd_completion *create(const bd_openai *openai, uint32_t tenant, const char *body,
+static bd_completion *create(const bd_openai *openai, const bd_tenant *tenant, const char *body,
                              size_t bytes, uint64_t received_us, parse_fn parse,
                              bd_api_error *err) {
     bd_completion *completion = calloc(1, sizeof *completion);
@@ -168,7 +170,8 @@ static bd_completion *create(const bd_openai *openai, uint32_t tenant, const cha
         return NULL;
     }
     completion->openai = openai;
-    completion->tenant = tenant;
+    completion->ask.tenant = tenant;
+    completion->body_bytes = bytes;
     completion->created_s = bd_wall_seconds();
     const char *prefix = parse == bd_chat_request_parse ? "chatcmpl-" : "cmpl-";
     memcpy(completion->id, prefix, strlen(prefix));
@@ -180,13 +183,15 @@ static bd_completion *create(const bd_openai *openai, uint32_t tenant, const cha
     return NULL;
 }
 
-bd_completion *bd_completion_create(const bd_openai *openai, uint32_t tenant, const char *body,
-                                    size_t bytes, uint64_t received_us, bd_api_error *err) {
+bd_completion *bd_completion_create(const bd_openai *openai, const bd_tenant *tenant,
+                                    const char *body, size_t bytes, uint64_t received_us,
+                                    bd_api_error *err) {
     return create(openai, tenant, body, bytes, received_us, bd_completion_request_parse, err);
 }
 
-bd_completion *bd_chat_completion_create(const bd_openai *openai, uint32_t tenant, const char *body,
-                                         size_t bytes, uint64_t received_us, bd_api_error *err) {
+bd_completion *bd_chat_completion_create(const bd_openai *openai, const bd_tenant *tenant,
+                                         const char *body, size_t bytes, uint64_t received_us,
+                                         bd_api_error *err) {
     return create(openai, tenant, body, bytes, received_us, bd_chat_request_parse, err);
 }
 
@@ -230,9 +235,7 @@ static void choice_deinit(bd_choice *choice) {
 
 void bd_completion_destroy(bd_completion *completion) {
     if (!completion) return;
-    if (completion->reserved)
-        bd_router_unreserve(completion->openai->router, completion->served, completion->tenant,
-                            completion->choice_count);
+    if (completion->reserved) bd_router_unreserve(completion->openai->router, &completion->ask);
     bd_router_release(completion->openai->router, completion->served);
     for (uint32_t i = 0; completion->choices && i < completion->choice_count; i++)
         choice_deinit(&completion->choices[i]);

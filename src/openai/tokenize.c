@@ -41,7 +41,7 @@ static const bd_field chat_fields[] = {
     {.name = "tools", .kind = BD_FIELD_REFUSED},
 };
 
-static bool find_tokenizer(const bd_openai *openai, uint32_t tenant, const bd_text *model,
+static bool find_tokenizer(const bd_openai *openai, const bd_tenant *tenant, const bd_text *model,
                            const bd_served **served, bd_api_error *err) {
     if (!bd_openai_find_model(openai, tenant, model, served, err)) return false;
     if ((*served)->tokenizer) return true;
@@ -111,8 +111,8 @@ static bool encode_prompt(const bd_served *served, const tokenize_request *reque
            bd_api_fail(err, BD_API_VALUE, name, "Invalid '%s': %.200s.", name, fault.message);
 }
 
-bool bd_openai_tokenize(const bd_openai *openai, uint32_t tenant, const char *body, size_t bytes,
-                        bd_strbuf *out, bd_api_error *err) {
+bool bd_openai_tokenize(const bd_openai *openai, const bd_tenant *tenant, const char *body,
+                        size_t bytes, bd_strbuf *out, bd_api_error *err) {
     tokenize_request request = {.add_special_tokens = true, .chat.add_generation_prompt = true};
     const bd_served *served = NULL;
     bd_arena *arena = NULL;
@@ -167,8 +167,8 @@ static bool read_tokens(bd_arena *arena, bd_view list, const bd_served *served, 
     return true;
 }
 
-bool bd_openai_detokenize(const bd_openai *openai, uint32_t tenant, const char *body, size_t bytes,
-                          bd_strbuf *out, bd_api_error *err) {
+bool bd_openai_detokenize(const bd_openai *openai, const bd_tenant *tenant, const char *body,
+                          size_t bytes, bd_strbuf *out, bd_api_error *err) {
     detokenize_request request = {0};
     bd_field_context context = {.object = &request};
     const bd_served *served = NULL;

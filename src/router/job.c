@@ -18,6 +18,20 @@ static bd_job *job_of_cancel(bd_call *call) {
 
 /* ---- The end ---- */
 
+/* The tenant pays for what was computed: prompts that began to run, each once, and new tokens. */
+static void settle(const bd_job *job) {
+    const bd_job_internal *in = &job->internal;
+    const bd_ask ask = {
+        .tenant = job->tenant, .choices = in->choice_count, .tokens = job->reserved_tokens};
+    uint64_t prompt_tokens = 0;
+    for (uint32_t i = 0; i * job->choices_per_prompt < in->added; i++)
+        prompt_tokens += job->prompts[i].count;
+    bd_tenant_result result = in->status == BD_OK          ? BD_TENANT_OK
+                              : in->status == BD_CANCELLED ? BD_TENANT_CANCELLED
+                                                           : BD_TENANT_FAILED;
+    bd_tenant_settle(&ask, prompt_tokens, in->generated_tokens, result, bd_now_us());
+}
+
 static void call_done(bd_job *job) {
     bd_job_internal *in = &job->internal;
     bd_router *router = in->router;
@@ -25,6 +39,7 @@ static void call_done(bd_job *job) {
     bd_error error = in->error; /* the job may be freed inside done() */
     free(in->choices);
     in->choices = NULL;
+    settle(job); /* a client that has its answer may use its share again at once */
     bool detail = status != BD_OK && status != BD_CANCELLED;
     job->sink->done(job->sink_ctx, status, detail ? &error : NULL, in->retry_after_s);
     atomic_fetch_sub(&router->jobs, 1);
@@ -120,15 +135,18 @@ bd_status bd_job_start_choice(bd_job *job, bd_router_queue *queue, uint64_t now_
     options.prompt = prompt->ids;
     options.prompt_tokens = prompt->count;
     options.lease = queue->lease;
-    options.tenant = job->tenant;
+    options.tenant = bd_tenant_id(job->tenant);
     options.sampling.choice = in->added % job->choices_per_prompt;
     options.sink = &sequence_sink;
     options.sink_ctx = choice;
     bd_status status =
         bd_engine_add(queue->router->options.engine, &options, &choice->sequence, err);
     if (status != BD_OK) return status;
-    if (in->added == 0 && queue->series.ready && now_us > job->received_us)
-        bd_metric_observe(queue->series.queue_time, (double)(now_us - job->received_us) / 1e6);
+    if (in->added == 0 && now_us > job->received_us) {
+        if (queue->series.ready)
+            bd_metric_observe(queue->series.queue_time, (double)(now_us - job->received_us) / 1e6);
+        bd_tenant_waited(job->tenant, now_us - job->received_us);
+    }
     in->added++;
     in->live++;
     return BD_OK;
@@ -201,13 +219,8 @@ static uint32_t retry_estimate_s(const bd_router *router, uint32_t reserved) {
     return wait_s < 60 ? wait_s : 60;
 }
 
-bd_status bd_router_reserve(bd_router *router, const bd_served *served, uint32_t tenant,
-                            uint32_t choices, uint32_t *retry_after_s) {
-    (void)served;
-    (void)tenant;
-    *retry_after_s = 0;
-    if (atomic_load(&router->draining)) return BD_E_SHUTDOWN;
-    if (bd_engine_lost(router->options.engine)) return BD_E_DEVICE;
+/* false: no room, or not now. */
+static bool take_room(bd_router *router, uint32_t choices, uint32_t *retry_after_s) {
     uint32_t max = router->options.queue_max ? router->options.queue_max : UINT32_MAX;
     uint32_t before = atomic_load(&router->reserved);
     do {
@@ -215,18 +228,30 @@ bd_status bd_router_reserve(bd_router *router, const bd_served *served, uint32_t
         bool alone = before == 0;
         if (!fits && !alone) {
             *retry_after_s = retry_estimate_s(router, before);
-            return BD_BUSY;
+            return false;
         }
     } while (!atomic_compare_exchange_weak(&router->reserved, &before, before + choices));
-    return BD_OK;
+    return true;
 }
 
-void bd_router_unreserve(bd_router *router, const bd_served *served, uint32_t tenant,
-                         uint32_t choices) {
-    (void)served;
-    (void)tenant;
-    uint32_t before = atomic_fetch_sub(&router->reserved, choices);
-    BD_ASSERT(before >= choices);
+/* The tenant's own share first: who has used it up takes no room from others, not even for a
+ * moment. */
+bd_status bd_router_reserve(bd_router *router, bd_ask *ask, bd_refused *why) {
+    *why = (bd_refused){0};
+    if (atomic_load(&router->draining)) return BD_E_SHUTDOWN;
+    if (bd_engine_lost(router->options.engine)) return BD_E_DEVICE;
+    uint64_t now_us = bd_now_us();
+    bd_status status = bd_tenant_admit(ask, now_us, why);
+    if (status != BD_OK) return status;
+    if (take_room(router, ask->choices, &why->retry_after_s)) return BD_OK;
+    bd_tenant_undo(ask, now_us);
+    return BD_BUSY;
+}
+
+void bd_router_unreserve(bd_router *router, const bd_ask *ask) {
+    uint32_t before = atomic_fetch_sub(&router->reserved, ask->choices);
+    BD_ASSERT(before >= ask->choices);
+    bd_tenant_settle(ask, 0, 0, BD_TENANT_REFUSED, bd_now_us());
 }
 
 void bd_router_drain(bd_router *router) {

@@ -196,24 +196,19 @@ void bd_router_release(bd_router *router, const bd_served *served) {
     bd_engine_post(router->options.engine, &queue->retire_call);
 }
 
-static bool visible(const bd_router *router, const bd_served *served, uint32_t tenant) {
-    const bd_router_options *o = &router->options;
-    return !o->allowed || o->allowed(o->allowed_ctx, served, tenant);
-}
-
 const bd_served *bd_router_find(bd_router *router, const char *name, size_t name_bytes,
-                                uint32_t tenant) {
+                                const bd_tenant *tenant) {
     pthread_mutex_lock(&router->names_lock);
     bd_router_queue *queue = bd_map_get(router->names, name, name_bytes);
     if (queue) atomic_fetch_add(&queue->holders, 1);
     pthread_mutex_unlock(&router->names_lock);
     if (!queue) return NULL;
-    if (visible(router, &queue->served, tenant)) return &queue->served;
+    if (bd_tenant_allows(tenant, queue->served.name)) return &queue->served;
     bd_router_release(router, &queue->served);
     return NULL;
 }
 
-const bd_served **bd_router_list(bd_router *router, uint32_t tenant, uint32_t *count) {
+const bd_served **bd_router_list(bd_router *router, const bd_tenant *tenant, uint32_t *count) {
     uint32_t kept = 0, found = 0;
     pthread_mutex_lock(&router->names_lock);
     const bd_served **list = calloc(router->queue_count, sizeof(const bd_served *));
@@ -223,7 +218,7 @@ const bd_served **bd_router_list(bd_router *router, uint32_t tenant, uint32_t *c
     }
     pthread_mutex_unlock(&router->names_lock);
     for (uint32_t i = 0; i < found; i++) {
-        if (visible(router, list[i], tenant))
+        if (bd_tenant_allows(tenant, list[i]->name))
             list[kept++] = list[i];
         else
             bd_router_release(router, list[i]);

@@ -135,7 +135,7 @@ static void on_done(void *ctx, bd_status status, const bd_error *err, uint32_t r
 /* BD_OK: queued, on_done will come; else why it was turned away. */
 static bd_status submit(world *w, request *r, uint32_t served, uint32_t tokens) {
     static const bd_job_sink sink = {on_token, NULL, NULL, on_done};
-    uint32_t retry;
+    bd_refused why;
     memset(r, 0, sizeof *r);
     r->world = w;
     r->prompt = (bd_prompt){prompt_ids, sizeof prompt_ids / sizeof *prompt_ids};
@@ -147,7 +147,7 @@ static bd_status submit(world *w, request *r, uint32_t served, uint32_t tokens) 
     r->job.sink = &sink;
     r->job.sink_ctx = r;
     r->job.received_us = bd_now_us();
-    const bd_status s = bd_router_reserve(w->router, r->job.served, 0, 1, &retry);
+    const bd_status s = bd_router_reserve(w->router, &(bd_ask){.choices = 1}, &why);
     if (s == BD_OK) bd_router_submit(w->router, &r->job);
     return s;
 }

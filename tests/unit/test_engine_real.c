@@ -259,7 +259,7 @@ static void on_done(void *ctx, bd_status status, const bd_error *err, uint32_t r
 
 static void submit(world *w, request *r, uint32_t served, const golden *g, bool sampled) {
     static const bd_job_sink sink = {on_token, on_prompt, NULL, on_done};
-    uint32_t retry;
+    bd_refused why;
     bool check_prompt = r->check_prompt;
     memset(r, 0, sizeof *r);
     r->check_prompt = check_prompt;
@@ -278,7 +278,7 @@ static void submit(world *w, request *r, uint32_t served, const golden *g, bool 
     r->job.sink = &sink;
     r->job.sink_ctx = r;
     r->job.received_us = bd_now_us();
-    assert_int_equal(bd_router_reserve(w->router, r->job.served, 0, 1, &retry), BD_OK);
+    assert_int_equal(bd_router_reserve(w->router, &(bd_ask){.choices = 1}, &why), BD_OK);
     bd_router_submit(w->router, &r->job);
 }
 

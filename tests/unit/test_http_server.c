@@ -28,7 +28,7 @@ static bd_http_health health(void *ctx) {
 
 static int open_server(void **state) {
     (void)state;
-    const bd_http_key key = {.key = "k", .tenant = 3};
+    const char *const key = "k";
     const bd_http_options options = {
         .listen = "127.0.0.1:0",
         .admin = "127.0.0.1:0",
@@ -171,7 +171,7 @@ static void test_options_are_checked(void **state) {
         assert_true(status != BD_OK && err.message[0] != '\0');
         assert_null(none);
     }
-    const bd_http_key empty = {.key = ""};
+    const char *const empty = "";
     const bd_http_options no_key = {.listen = "127.0.0.1:0", .keys = &empty, .key_count = 1};
     bd_http_server *none = server;
     assert_int_equal(bd_http_server_create(&no_key, &none, NULL), BD_E_ARGUMENT);

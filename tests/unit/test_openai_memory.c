@@ -81,7 +81,7 @@ const bd_served *bd_router_served_at(bd_router *router, uint32_t index) {
 }
 
 const bd_served *bd_router_find(bd_router *router, const char *name, size_t name_bytes,
-                                uint32_t tenant) {
+                                const bd_tenant *tenant) {
     (void)router;
     (void)tenant;
     return name_bytes == 3 && memcmp(name, "zen", 3) == 0 ? &served : NULL;
@@ -92,7 +92,7 @@ void bd_router_release(bd_router *router, const bd_served *which) {
     (void)which;
 }
 
-const bd_served **bd_router_list(bd_router *router, uint32_t tenant, uint32_t *count) {
+const bd_served **bd_router_list(bd_router *router, const bd_tenant *tenant, uint32_t *count) {
     (void)router;
     (void)tenant;
     const bd_served **list = calloc(1, sizeof(const bd_served *));
@@ -107,22 +107,16 @@ void bd_router_list_release(bd_router *router, const bd_served **list, uint32_t 
     free(list);
 }
 
-bd_status bd_router_reserve(bd_router *router, const bd_served *which, uint32_t tenant,
-                            uint32_t choices, uint32_t *retry_after_s) {
+bd_status bd_router_reserve(bd_router *router, bd_ask *ask, bd_refused *why) {
     (void)router;
-    (void)which;
-    (void)tenant;
-    (void)retry_after_s;
-    reserved_now += choices;
+    (void)why;
+    reserved_now += ask->choices;
     return BD_OK;
 }
 
-void bd_router_unreserve(bd_router *router, const bd_served *which, uint32_t tenant,
-                         uint32_t choices) {
+void bd_router_unreserve(bd_router *router, const bd_ask *ask) {
     (void)router;
-    (void)which;
-    (void)tenant;
-    reserved_now -= choices;
+    reserved_now -= ask->choices;
 }
 
 void bd_router_submit(bd_router *router, bd_job *job) {

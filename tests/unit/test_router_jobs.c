@@ -102,12 +102,12 @@ static void on_done(void *ctx, bd_status status, const bd_error *err, uint32_t r
 static const bd_job_sink sink = {on_token, NULL, on_end, on_done};
 
 static void submit(request *r) {
-    uint32_t retry = 0;
+    bd_refused why;
     memset(&r->job.internal, 0, sizeof r->job.internal);
     uint32_t choices = r->job.prompt_count * r->job.choices_per_prompt;
-    bd_status status = bd_router_reserve(r->world->router, r->job.served, 0, choices, &retry);
+    bd_status status = bd_router_reserve(r->world->router, &(bd_ask){.choices = choices}, &why);
     if (status != BD_OK) {
-        wrong(r->world, "reserve", (uint32_t)status, retry);
+        wrong(r->world, "reserve", (uint32_t)status, why.retry_after_s);
         return;
     }
     r->job.received_us = bd_now_us();
@@ -457,11 +457,11 @@ static void run_end_of_world(bool lost) {
         fake_sleep_us(500);
     }
     make_request(&w, &requests[COUNT], &rng, 3);
-    uint32_t retry;
-    assert_int_equal(bd_router_reserve(w.router, requests[COUNT].job.served, 0, 9, &retry), BD_OK);
-    bd_router_unreserve(w.router, requests[COUNT].job.served, 0, 9);
+    bd_refused why;
+    assert_int_equal(bd_router_reserve(w.router, &(bd_ask){.choices = 9}, &why), BD_OK);
+    bd_router_unreserve(w.router, &(bd_ask){.choices = 9});
     uint32_t n = requests[COUNT].job.prompt_count * requests[COUNT].job.choices_per_prompt;
-    assert_int_equal(bd_router_reserve(w.router, requests[COUNT].job.served, 0, n, &retry), BD_OK);
+    assert_int_equal(bd_router_reserve(w.router, &(bd_ask){.choices = n}, &why), BD_OK);
     if (lost)
         atomic_store(&w.fake.lose_device, true);
     else
@@ -480,8 +480,7 @@ static void run_end_of_world(bool lost) {
     assert_true(failed > 5);
     assert_int_equal(requests[COUNT].status, lost ? BD_E_DEVICE : BD_E_SHUTDOWN);
     if (lost)
-        assert_int_equal(bd_router_reserve(w.router, requests[0].job.served, 0, 1, &retry),
-                         BD_E_DEVICE);
+        assert_int_equal(bd_router_reserve(w.router, &(bd_ask){.choices = 1}, &why), BD_E_DEVICE);
     w.cache.engine = lost ? w.engine : NULL; /* late calls run on this thread */
     close_world(&w);
     free(requests);
@@ -500,29 +499,24 @@ static void test_lost(void **state) {
 static void test_reserve(void **state) {
     (void)state;
     world w;
-    uint32_t retry;
+    bd_refused why;
     open_world(&w, 2, 20000, 10);
-    const bd_served *base = bd_router_served_at(w.router, BASE);
     assert_true(bd_router_idle(w.router));
-    assert_int_equal(bd_router_reserve(w.router, base, 0, 7, &retry), BD_OK);
+    assert_int_equal(bd_router_reserve(w.router, &(bd_ask){.choices = 7}, &why), BD_OK);
     assert_false(bd_router_idle(w.router));
-    assert_int_equal(bd_router_reserve(w.router, base, 0, 4, &retry), BD_BUSY);
-    assert_in_range(retry, 1, 60);
-    assert_int_equal(bd_router_reserve(w.router, base, 0, 3, &retry), BD_OK);
-    assert_int_equal(bd_router_reserve(w.router, base, 0, 1, &retry), BD_BUSY);
-    bd_router_unreserve(w.router, base, 0, 10);
-    assert_int_equal(bd_router_reserve(w.router, base, 0, 40, &retry), BD_OK); /* alone */
-    assert_int_equal(bd_router_reserve(w.router, base, 0, 1, &retry), BD_BUSY);
-    assert_int_equal(bd_router_reserve(w.router, base, 0, UINT32_MAX, &retry), BD_BUSY);
-    bd_router_unreserve(w.router, base, 0, 40);
+    assert_int_equal(bd_router_reserve(w.router, &(bd_ask){.choices = 4}, &why), BD_BUSY);
+    assert_in_range(why.retry_after_s, 1, 60);
+    assert_int_equal(bd_router_reserve(w.router, &(bd_ask){.choices = 3}, &why), BD_OK);
+    assert_int_equal(bd_router_reserve(w.router, &(bd_ask){.choices = 1}, &why), BD_BUSY);
+    bd_router_unreserve(w.router, &(bd_ask){.choices = 10});
+    assert_int_equal(bd_router_reserve(w.router, &(bd_ask){.choices = 40}, &why),
+                     BD_OK); /* alone */
+    assert_int_equal(bd_router_reserve(w.router, &(bd_ask){.choices = 1}, &why), BD_BUSY);
+    assert_int_equal(bd_router_reserve(w.router, &(bd_ask){.choices = UINT32_MAX}, &why), BD_BUSY);
+    bd_router_unreserve(w.router, &(bd_ask){.choices = 40});
     bd_router_drain(w.router);
-    assert_int_equal(bd_router_reserve(w.router, base, 0, 1, &retry), BD_E_SHUTDOWN);
+    assert_int_equal(bd_router_reserve(w.router, &(bd_ask){.choices = 1}, &why), BD_E_SHUTDOWN);
     close_world(&w);
-}
-
-static bool only_tenant_7(void *ctx, const bd_served *served, uint32_t tenant) {
-    (void)ctx;
-    return served->is_base || tenant == 7;
 }
 
 static void count_fault(void *ctx, const char *dir, const bd_error *err) {
@@ -705,27 +699,6 @@ static void test_another_base(void **state) {
     close_world(&w);
 }
 
-static void test_tenants(void **state) {
-    (void)state;
-    world w;
-    bd_error err;
-    open_world(&w, 2, 20000, 10);
-    bd_router *router;
-    const bd_router_options options = {.cache = &w.cache,
-                                       .model = &w.model,
-                                       .base_name = "b",
-                                       .base_dir = "demo/zen-mini",
-                                       .allowed = only_tenant_7};
-    assert_int_equal(bd_router_create(&options, &router, &err), BD_OK);
-    assert_int_equal(bd_router_add_variant(router, "v", "demo/deltas/zen-mini-c", false, &err),
-                     BD_OK);
-    assert_non_null(bd_router_find(router, "b", 1, 0));
-    assert_null(bd_router_find(router, "v", 1, 0));
-    assert_non_null(bd_router_find(router, "v", 1, 7));
-    bd_router_destroy(router);
-    close_world(&w);
-}
-
 static void test_admin(void **state) {
     (void)state;
     world w;
@@ -788,13 +761,19 @@ static void test_admin(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_registry),     cmocka_unit_test(test_tenants),
-        cmocka_unit_test(test_reserve),      cmocka_unit_test(test_random),
-        cmocka_unit_test(test_fairness),     cmocka_unit_test(test_failed_load),
-        cmocka_unit_test(test_cold_wait),    cmocka_unit_test(test_stop),
-        cmocka_unit_test(test_lost),         cmocka_unit_test(test_admin),
-        cmocka_unit_test(test_names),        cmocka_unit_test(test_directory),
-        cmocka_unit_test(test_another_base), cmocka_unit_test(test_retired_gives_way),
+        cmocka_unit_test(test_registry),
+        cmocka_unit_test(test_reserve),
+        cmocka_unit_test(test_random),
+        cmocka_unit_test(test_fairness),
+        cmocka_unit_test(test_failed_load),
+        cmocka_unit_test(test_cold_wait),
+        cmocka_unit_test(test_stop),
+        cmocka_unit_test(test_lost),
+        cmocka_unit_test(test_admin),
+        cmocka_unit_test(test_names),
+        cmocka_unit_test(test_directory),
+        cmocka_unit_test(test_another_base),
+        cmocka_unit_test(test_retired_gives_way),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -12,16 +12,14 @@ typedef struct bd_http_server bd_http_server;
 
 typedef enum bd_http_health { BD_HTTP_READY, BD_HTTP_LOADING, BD_HTTP_DEAD } bd_http_health;
 
-typedef struct bd_http_key {
-    const char *key;
-    uint32_t tenant;
-} bd_http_key;
-
 typedef struct bd_http_options { /* zero means the default in brackets; strings are copied */
     const char *listen;      /* "127.0.0.1:8080", "[::1]:0", "0.0.0.0:80"; port 0: any free one */
     const char *admin;       /* NULL or "": no admin listener */
-    const bd_http_key *keys; /* none: requests need no key */
+    const char *const *keys; /* none: requests need no key */
     uint32_t key_count;
+    bd_tenants *tenants; /* the keys are theirs and `keys` is empty; outlives the server; or NULL */
+    /* With tenants: /metrics of `listen` shows series of variants and tenants, not only totals. */
+    bool metrics_public;
     const char *admin_key; /* NULL or "": the admin listener needs none */
     /* vLLM's load_lora_adapter and unload_lora_adapter on the public listener too: asks for the
      * admin key if there is one, else for a key as the other routes do. */

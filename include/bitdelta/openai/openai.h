@@ -26,13 +26,14 @@ void bd_openai_destroy(bd_openai *openai); /* after the last completion; NULL is
 
 /* The functions below append a whole JSON body to out, or fill *err and return false. `body` must
  * be followed by a NUL byte that bytes does not count. */
-bool bd_openai_models(const bd_openai *openai, uint32_t tenant, bd_strbuf *out, bd_api_error *err);
-bool bd_openai_model(const bd_openai *openai, uint32_t tenant, const char *id, size_t id_bytes,
-                     bd_strbuf *out, bd_api_error *err);
-bool bd_openai_tokenize(const bd_openai *openai, uint32_t tenant, const char *body, size_t bytes,
-                        bd_strbuf *out, bd_api_error *err);
-bool bd_openai_detokenize(const bd_openai *openai, uint32_t tenant, const char *body, size_t bytes,
-                          bd_strbuf *out, bd_api_error *err);
+bool bd_openai_models(const bd_openai *openai, const bd_tenant *tenant, bd_strbuf *out,
+                      bd_api_error *err);
+bool bd_openai_model(const bd_openai *openai, const bd_tenant *tenant, const char *id,
+                     size_t id_bytes, bd_strbuf *out, bd_api_error *err);
+bool bd_openai_tokenize(const bd_openai *openai, const bd_tenant *tenant, const char *body,
+                        size_t bytes, bd_strbuf *out, bd_api_error *err);
+bool bd_openai_detokenize(const bd_openai *openai, const bd_tenant *tenant, const char *body,
+                          size_t bytes, bd_strbuf *out, bd_api_error *err);
 
 /* What vLLM's load_lora_adapter and unload_lora_adapter are sent. */
 typedef struct bd_lora_request {
@@ -61,11 +62,13 @@ typedef struct bd_completion_sink { /* on bd-sched; must not block */
 
 /* Checks the body, finds the model, reserves queue room, tokenises. Any thread. NULL: *err says
  * why. The body is not needed afterwards. */
-bd_completion *bd_completion_create(const bd_openai *openai, uint32_t tenant, const char *body,
-                                    size_t bytes, uint64_t received_us, bd_api_error *err);
+bd_completion *bd_completion_create(const bd_openai *openai, const bd_tenant *tenant,
+                                    const char *body, size_t bytes, uint64_t received_us,
+                                    bd_api_error *err);
 /* The same for POST /v1/chat/completions. */
-bd_completion *bd_chat_completion_create(const bd_openai *openai, uint32_t tenant, const char *body,
-                                         size_t bytes, uint64_t received_us, bd_api_error *err);
+bd_completion *bd_chat_completion_create(const bd_openai *openai, const bd_tenant *tenant,
+                                         const char *body, size_t bytes, uint64_t received_us,
+                                         bd_api_error *err);
 bool bd_completion_is_stream(const bd_completion *completion);
 bool bd_completion_failed(const bd_completion *completion); /* after done() */
 /* Any thread, once; done() is called exactly once afterwards, perhaps before this returns. */

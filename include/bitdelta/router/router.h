@@ -9,6 +9,7 @@
 #define BITDELTA_ROUTER_ROUTER_H
 
 #include "bitdelta/engine/engine.h"
+#include "bitdelta/router/tenants.h"
 #include "bitdelta/tokenizer/tokenizer.h"
 
 typedef struct bd_router bd_router;
@@ -73,7 +74,8 @@ typedef struct bd_job_internal {
 /* One request; filled and owned by its creator, untouched between submit and done(). */
 struct bd_job {
     const bd_served *served;
-    uint32_t tenant;
+    const bd_tenant *tenant;                   /* held by the creator; NULL: everyone */
+    uint64_t reserved_tokens;                  /* of the tenant's */
     const bd_prompt *prompts;                  /* alive until done() */
     uint32_t prompt_count, choices_per_prompt; /* both >= 1; the product is what was reserved */
     /* Template, its arrays alive until done(). The router fills prompt, lease, tenant, sink and
@@ -94,9 +96,6 @@ typedef struct bd_router_options {
     uint32_t queue_max;        /* choices waiting over all variants; 0: no bound */
     uint32_t cold_wait_max_us; /* bounded waiting of a cold variant before it gets the next pages */
     uint32_t slots; /* one-plane variants that fit at once, for messages about pins; 0: unknown */
-    /* Which tenant sees which name; NULL: all see all. Any thread. */
-    bool (*allowed)(void *ctx, const bd_served *served, uint32_t tenant);
-    void *allowed_ctx;
     bd_metrics *metrics;
 } bd_router_options;
 
@@ -123,24 +122,21 @@ BD_MUST_CHECK bd_status bd_router_add_directory(bd_router *router, const char *d
 
 /* Any thread. NULL: no such name (or not for this tenant). To be released. */
 const bd_served *bd_router_find(bd_router *router, const char *name, size_t name_bytes,
-                                uint32_t tenant);
+                                const bd_tenant *tenant);
 void bd_router_release(bd_router *router, const bd_served *served); /* NULL is fine */
 /* All names of this tenant, the base first, then by name, in malloc'ed memory (NULL: none left).
  * To be given back with list_release. */
-const bd_served **bd_router_list(bd_router *router, uint32_t tenant, uint32_t *count);
+const bd_served **bd_router_list(bd_router *router, const bd_tenant *tenant, uint32_t *count);
 void bd_router_list_release(bd_router *router, const bd_served **list, uint32_t count);
 uint32_t bd_router_served_count(bd_router *router);
 /* The base first, then by name. Borrowed: index 0 for ever, the others until a change. */
 const bd_served *bd_router_served_at(bd_router *router, uint32_t index);
 
-/* Any thread: room for `choices` more in the queue, atomically taken; BD_BUSY -> 429 with
- * *retry_after_s 1..60, BD_E_SHUTDOWN and BD_E_DEVICE -> 503. More choices than queue_max can ever
+/* Any thread: what the tenant may still use and room for its choices in the queue, all or nothing;
+ * BD_BUSY fills *why, BD_E_SHUTDOWN and BD_E_DEVICE do not. More choices than queue_max can ever
  * hold are taken when the queue is empty. Give back with unreserve unless submit took it over. */
-BD_MUST_CHECK bd_status bd_router_reserve(bd_router *router, const bd_served *served,
-                                          uint32_t tenant, uint32_t choices,
-                                          uint32_t *retry_after_s);
-void bd_router_unreserve(bd_router *router, const bd_served *served, uint32_t tenant,
-                         uint32_t choices);
+BD_MUST_CHECK bd_status bd_router_reserve(bd_router *router, bd_ask *ask, bd_refused *why);
+void bd_router_unreserve(bd_router *router, const bd_ask *ask);
 /* Any thread. Takes over the reservation; done() is called exactly once, on bd-sched. */
 void bd_router_submit(bd_router *router, bd_job *job);
 /* Any thread, after submit and before the creator frees the job; done() still comes. */
