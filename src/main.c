@@ -10,6 +10,7 @@
 #include "bitdelta/tools/generate.h"
 #include "bitdelta/tools/inspect.h"
 #include "bitdelta/tools/plan.h"
+#include "bitdelta/tools/reshard.h"
 #include "bitdelta/tools/tokenize.h"
 #include "serve.h"
 
@@ -62,6 +63,7 @@ static int plan_run(const bd_plan_options *o, bd_error *err) {
                                      .backend = (bd_backend_choice)o->backend,
                                      .dtype = dtype_of(o->dtype),
                                      .kernels = (bd_kernels)o->kernels,
+                                     .rank_count = o->tensor_parallel,
                                      .slots = o->slots,
                                      .max_model_len = o->max_model_len,
                                      .rows_max = o->max_batch_tokens,
@@ -91,6 +93,7 @@ static int generate_run(const bd_generate_options *o, bd_error *err) {
                                          .dump_logits = o->dump_logits_path,
                                          .chunk_tokens = o->chunk_tokens,
                                          .thread_count = o->threads,
+                                         .rank_count = o->tensor_parallel,
                                          .backend = (bd_backend_choice)o->backend,
                                          .dtype = dtype_of(o->dtype),
                                          .kernels = (bd_kernels)o->kernels};
@@ -120,6 +123,16 @@ static int compress_run(const bd_compress_options *o, bd_error *err) {
     return exit_of(bd_compress_run(&request, stdout, stderr, err));
 }
 
+static int reshard_run(const bd_reshard_options *o, bd_error *err) {
+    const bd_reshard_request request = {.delta_dir = o->delta_dir,
+                                        .out_dir = o->out_path,
+                                        .base_dir = o->base_path,
+                                        .shards = o->shards,
+                                        .force = o->force,
+                                        .json = o->json};
+    return exit_of(bd_reshard_run(&request, stdout, stderr, err));
+}
+
 /* Help and version log nothing. */
 static bd_log_level log_level_of(const bd_invocation *invocation) {
     switch (invocation->command) {
@@ -135,6 +148,8 @@ static bd_log_level log_level_of(const bd_invocation *invocation) {
         return (bd_log_level)invocation->tokenize.log_level;
     case BD_COMMAND_PLAN:
         return (bd_log_level)invocation->plan.log_level;
+    case BD_COMMAND_RESHARD:
+        return (bd_log_level)invocation->reshard.log_level;
     case BD_COMMAND_VERSION:
     case BD_COMMAND_HELP:
     case BD_COMMAND_COUNT:
@@ -163,6 +178,8 @@ static int run(const bd_invocation *invocation, bd_error *err) {
                                 err);
     case BD_COMMAND_PLAN:
         return plan_run(&invocation->plan, err);
+    case BD_COMMAND_RESHARD:
+        return reshard_run(&invocation->reshard, err);
     case BD_COMMAND_VERSION:
         puts("bitdelta " BD_VERSION);
         return EXIT_DONE;

@@ -198,6 +198,14 @@ static bd_status check_compress(parser *p) {
     return BD_OK;
 }
 
+static bd_status check_reshard(parser *p) {
+    const uint32_t shards = p->out->reshard.shards;
+    if (shards == 0) return fail_usage(p, "--shards", "is required");
+    if (shards > 8 || (shards & (shards - 1)) != 0)
+        return fail_usage(p, "--shards", "is not 1, 2, 4 or 8");
+    return BD_OK;
+}
+
 static bd_status check_generate(parser *p) {
     const bd_generate_options *o = &p->out->generate;
     if (!o->prompt && o->prompt_ids.count == 0) {
@@ -226,6 +234,7 @@ static bd_status check_options(parser *p) {
     if (status != BD_OK) return status;
     if (p->out->command == BD_COMMAND_SERVE) return check_serve(p);
     if (p->out->command == BD_COMMAND_COMPRESS) return check_compress(p);
+    if (p->out->command == BD_COMMAND_RESHARD) return check_reshard(p);
     if (p->out->command == BD_COMMAND_GENERATE) return check_generate(p);
     if (p->out->command == BD_COMMAND_HELP) return check_help(p);
     return BD_OK;
@@ -318,4 +327,8 @@ void bd_tokenize_options_deinit(bd_tokenize_options *options) {
 
 void bd_plan_options_deinit(bd_plan_options *options) {
     bd_values_deinit(BD_COMMAND_PLAN, options);
+}
+
+void bd_reshard_options_deinit(bd_reshard_options *options) {
+    bd_values_deinit(BD_COMMAND_RESHARD, options);
 }

@@ -12,6 +12,7 @@
 #define AT_GENERATE(field) [BD_COMMAND_GENERATE] = AT(bd_generate_options, field)
 #define AT_TOKENIZE(field) [BD_COMMAND_TOKENIZE] = AT(bd_tokenize_options, field)
 #define AT_PLAN(field)     [BD_COMMAND_PLAN] = AT(bd_plan_options, field)
+#define AT_RESHARD(field)  [BD_COMMAND_RESHARD] = AT(bd_reshard_options, field)
 #define AT_HELP(field)     [BD_COMMAND_HELP] = AT(bd_help_options, field)
 
 #define KIB ((uint64_t)1 << 10)
@@ -76,13 +77,26 @@ static const option_row k_rows[] = {
      .placeholder = "DIR",
      .required = true,
      .help = "directory to write the delta to",
-     .at = {AT_COMPRESS(out_path)}},
+     .at = {AT_COMPRESS(out_path), AT_RESHARD(out_path)}},
     {.flag = "variant",
      .type = OPTION_STRING,
      .placeholder = "NAME",
      .fallback_note = "last part of --out",
      .help = "name of the variant, written to delta.json",
      .at = {AT_COMPRESS(variant)}},
+    {.flag = "delta",
+     .type = OPTION_PATH,
+     .placeholder = "DIR",
+     .required = true,
+     .help = "delta to convert",
+     .at = {AT_RESHARD(delta_dir)}},
+    {.flag = "base",
+     .type = OPTION_PATH,
+     .placeholder = "DIR",
+     .help =
+         "directory of the base model, for more shards than the delta has: its config.json says "
+         "where heads end",
+     .at = {AT_RESHARD(base_path)}},
     {.flag = "delta",
      .type = OPTION_PATH,
      .placeholder = "DIR",
@@ -134,6 +148,13 @@ static const option_row k_rows[] = {
      .fallback = "1",
      .help = "files to cut the delta into: 1, 2, 4 or 8",
      .at = {AT_COMPRESS(shards)}},
+    {.flag = "shards",
+     .type = OPTION_U32,
+     .placeholder = "N",
+     .min = 1,
+     .max = 64,
+     .help = "files that the delta is to have: 1, 2, 4 or 8 (required)",
+     .at = {AT_RESHARD(shards)}},
     {.flag = "embeddings",
      .type = OPTION_ENUM,
      .names = k_embeddings,
@@ -152,7 +173,7 @@ static const option_row k_rows[] = {
     {.flag = "force",
      .type = OPTION_SWITCH,
      .help = "replace an output directory that is not empty",
-     .at = {AT_COMPRESS(force)}},
+     .at = {AT_COMPRESS(force), AT_RESHARD(force)}},
 
     /* --- generate --- */
     {.flag = "prompt",
@@ -313,8 +334,8 @@ static const option_row k_rows[] = {
      .min = 1,
      .max = 8,
      .fallback = "1",
-     .help = "GPUs the base is sharded over",
-     .at = {AT_SERVE(tensor_parallel)}},
+     .help = "ranks the base and the deltas are split over: 1, 2, 4 or 8",
+     .at = {AT_SERVE(tensor_parallel), AT_GENERATE(tensor_parallel), AT_PLAN(tensor_parallel)}},
     {.flag = "threads",
      .key = "threads",
      .type = OPTION_U32,
@@ -543,7 +564,8 @@ static const option_row k_rows[] = {
     {.flag = "json",
      .type = OPTION_SWITCH,
      .help = "print the result as JSON on stdout",
-     .at = {AT_COMPRESS(json), AT_INSPECT(json), AT_GENERATE(json), AT_PLAN(json)}},
+     .at = {AT_COMPRESS(json), AT_INSPECT(json), AT_GENERATE(json), AT_PLAN(json),
+            AT_RESHARD(json)}},
     {.flag = "log-level",
      .key = "log_level",
      .env = "BITDELTA_LOG",
@@ -552,7 +574,8 @@ static const option_row k_rows[] = {
      .fallback = "info",
      .help = "what goes to stderr",
      .at = {AT_SERVE(log_level), AT_COMPRESS(log_level), AT_INSPECT(log_level),
-            AT_GENERATE(log_level), AT_TOKENIZE(log_level), AT_PLAN(log_level)}},
+            AT_GENERATE(log_level), AT_TOKENIZE(log_level), AT_PLAN(log_level),
+            AT_RESHARD(log_level)}},
     {.flag = NULL,
      .type = OPTION_STRING,
      .placeholder = "COMMAND",
@@ -613,6 +636,15 @@ static const command_row k_commands[BD_COMMAND_COUNT] = {
              "they mean for serve. What does not fit is refused with the sum, exit status 1.",
          .example = "bitdelta plan --base demo/zen-mini --deltas demo/deltas --backend cuda "
                     "--device-bytes 80GiB"},
+    [BD_COMMAND_RESHARD] =
+        {.name = "reshard",
+         .summary = "convert a delta of some number of shards into one of another number",
+         .usage = "bitdelta reshard --delta DIR --out DIR --shards N [--base DIR] [options]",
+         .details = "Gives byte for byte what compress --shards N would have written. All sums of "
+                    "the old delta are checked first; the other files of its directory are "
+                    "copied. --out appears whole or not at all; with --force it may be the old "
+                    "delta itself.",
+         .example = "bitdelta reshard --delta zen-mini-coder-8 --out zen-mini-coder --shards 1"},
     [BD_COMMAND_VERSION] = {.name = "version",
                             .summary = "print the version",
                             .usage = "bitdelta version",

@@ -1,35 +1,41 @@
 /* slices.c - the arithmetic of cutting a delta for ranks. See slices.h. Threads: any. */
 #include "bitdelta/delta/slices.h"
 
+#include <stdio.h>
 #include <string.h>
 
 /* ---- may it be cut? -------------------------------------------------------------------------- */
 
+static bd_status check_multiple(const char *asked, const char *what, uint64_t value, uint64_t of,
+                                const char *subject, bd_error *err) {
+    if (value % of == 0) return BD_OK;
+    return bd_fail(err, BD_E_ARGUMENT, subject,
+                   "%s: %s of the base is %llu, not a multiple of %llu", asked, what,
+                   (unsigned long long)value, (unsigned long long)of);
+}
+
 bd_status bd_delta_check_parts(const bd_model_config *c, uint32_t parts, const char *option,
                                const char *subject, bd_error *err) {
     /* Packed columns are whole bytes; with that, rows of gate and up divide too. */
-    const struct {
-        const char *what;
-        uint64_t value, of;
-    } numbers[] = {
-        {"num_attention_heads", c->heads, parts},
-        {"num_attention_heads x head_dim (the width of o_proj)", (uint64_t)c->heads * c->head_dim,
-         8 * (uint64_t)parts},
-        {"intermediate_size (the width of down_proj)", c->ffn, 8 * (uint64_t)parts},
-    };
+    const uint64_t step = 8 * (uint64_t)parts, o_columns = (uint64_t)c->heads * c->head_dim;
+    char asked[64];
     if (parts == 1) return BD_OK;
-    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) {
-        if (parts > 0 && numbers[i].value % numbers[i].of == 0) continue;
+    (void)snprintf(asked, sizeof asked, "%s %u", option, parts);
+    if (parts == 0 || c->kv_heads == 0)
+        return bd_fail(err, BD_E_ARGUMENT, subject, "%s: nothing can be cut so", asked);
+    bd_status status = check_multiple(asked, "num_attention_heads", c->heads, parts, subject, err);
+    if (status != BD_OK) return status;
+    if (c->kv_heads % parts != 0 && parts % c->kv_heads != 0) {
         return bd_fail(err, BD_E_ARGUMENT, subject,
-                       "%s %u: %s of the base is %llu, not a multiple of %llu", option, parts,
-                       numbers[i].what, (unsigned long long)numbers[i].value,
-                       (unsigned long long)numbers[i].of);
+                       "%s: num_key_value_heads of the base is %u; neither is a multiple of the "
+                       "other",
+                       asked, c->kv_heads);
     }
-    if (c->kv_heads > 0 && (c->kv_heads % parts == 0 || parts % c->kv_heads == 0)) return BD_OK;
-    return bd_fail(err, BD_E_ARGUMENT, subject,
-                   "%s %u: num_key_value_heads of the base is %u; neither is a multiple of the "
-                   "other",
-                   option, parts, c->kv_heads);
+    status = check_multiple(asked, "num_attention_heads x head_dim (the width of o_proj)",
+                            o_columns, step, subject, err);
+    if (status != BD_OK) return status;
+    return check_multiple(asked, "intermediate_size (the width of down_proj)", c->ffn, step,
+                          subject, err);
 }
 
 static bool is_servable(uint32_t shards, uint32_t ranks) {
@@ -156,7 +162,7 @@ bool bd_delta_rank_slices(const bd_delta_cut *cut, const bd_delta_entry *entry,
                           uint32_t *count) {
     bd_delta_part mine, held;
     *count = 0;
-    if (cut->shards > BD_DELTA_SHARDS_MAX || !is_servable(cut->shards, cut->ranks) ||
+    if (cut->shards == 0 || cut->shards > BD_DELTA_SHARDS_MAX ||
         !bd_delta_rank_part(cut, entry, what, &mine))
         return false;
     const uint32_t own = (uint32_t)((uint64_t)cut->rank * cut->shards / cut->ranks);

@@ -6,6 +6,7 @@
 
 #include "bitdelta/base/file.h"
 #include "bitdelta/base/half.h"
+#include "bitdelta/delta/slices.h"
 
 #include "compress_internal.h"
 
@@ -14,36 +15,14 @@
 
 /* ---- may it be cut? -------------------------------------------------------------------------- */
 
-static bd_status refuse(uint32_t shards, const char *what, uint64_t value, uint64_t of,
-                        bd_error *err) {
-    return bd_fail(err, BD_E_ARGUMENT, "shards",
-                   "--shards %u: %s of the base is %llu, not a multiple of %llu", shards, what,
-                   (unsigned long long)value, (unsigned long long)of);
-}
-
 bd_status bd_compress_check_shards(const bd_compress_model *base, uint32_t shards, bd_error *err) {
-    const bd_model_config *c = &base->config;
     if (shards == 1) return BD_OK;
     if (!base->has_config) {
         return bd_fail(err, BD_E_ARGUMENT, "shards",
                        "--shards %u needs the base's config.json, which says where heads end",
                        shards);
     }
-    /* Packed columns are whole bytes; with that, rows of gate and up divide too. */
-    const uint64_t o_columns = (uint64_t)c->heads * c->head_dim, step = 8 * (uint64_t)shards;
-    if (c->heads % shards) return refuse(shards, "num_attention_heads", c->heads, shards, err);
-    if (c->kv_heads % shards && shards % c->kv_heads) {
-        return bd_fail(err, BD_E_ARGUMENT, "shards",
-                       "--shards %u: num_key_value_heads of the base is %u; neither is a multiple "
-                       "of the other",
-                       shards, c->kv_heads);
-    }
-    if (o_columns % step)
-        return refuse(shards, "num_attention_heads x head_dim (the width of o_proj)", o_columns,
-                      step, err);
-    if (c->ffn % step)
-        return refuse(shards, "intermediate_size (the width of down_proj)", c->ffn, step, err);
-    return BD_OK;
+    return bd_delta_check_parts(&base->config, shards, "--shards", "shards", err);
 }
 
 /* ---- what each file holds -------------------------------------------------------------------- */

@@ -156,6 +156,12 @@ static void test_other_commands(void **state) {
     assert_string_equal(inv.inspect.path, "dir");
     assert_true(inv.inspect.verify && inv.inspect.json);
     bd_invocation_deinit(&inv);
+    parse_ok(&inv, "reshard --delta d --out=o --shards 8 --force");
+    assert_string_equal(inv.reshard.delta_dir, "d");
+    assert_string_equal(inv.reshard.out_path, "o");
+    assert_null(inv.reshard.base_path);
+    assert_true(inv.reshard.shards == 8 && inv.reshard.force && !inv.reshard.json);
+    bd_invocation_deinit(&inv);
     parse_ok(&inv, "inspect -- --odd");
     assert_string_equal(inv.inspect.path, "--odd");
     assert_false(inv.inspect.verify);
@@ -232,6 +238,10 @@ static void test_wrong_usage(void **state) {
         {"compress --base a --finetuned b --out c --config d", "--config", "no such flag"},
         {"inspect", "DIR|FILE", "is required"},
         {"inspect a b", "b", "unexpected argument"},
+        {"reshard --delta a --out b", "--shards", "is required"},
+        {"reshard --delta a --shards 2", "--out", "is required"},
+        {"reshard --out a --shards 2", "--delta", "is required"},
+        {"reshard --delta a --out b --shards 3", "--shards", "1, 2, 4 or 8"},
         {"inspect a --verify=1", "--verify", "neither true nor false"},
         {"generate --base a", "--prompt", "or --prompt-ids"},
         {"generate --base a --prompt x --prompt-ids 1", "--prompt-ids", "excludes --prompt"},

@@ -17,6 +17,7 @@ typedef enum bd_command {
     BD_COMMAND_GENERATE,
     BD_COMMAND_TOKENIZE,
     BD_COMMAND_PLAN,
+    BD_COMMAND_RESHARD,
     BD_COMMAND_VERSION,
     BD_COMMAND_HELP,
     BD_COMMAND_COUNT
@@ -156,6 +157,7 @@ typedef struct bd_generate_options {
     bool ignore_eos, json;
     char *dump_logits_path;
     uint32_t chunk_tokens; /* prompt rows per step */
+    uint32_t tensor_parallel;
     uint32_t threads;      /* 0: all usable cores */
     uint32_t backend;      /* bd_option_backend */
     uint32_t dtype;        /* bd_option_dtype */
@@ -172,13 +174,21 @@ typedef struct bd_tokenize_options {
 typedef struct bd_plan_options { /* as in bd_serve_options */
     char *base_path;             /* always given */
     char *deltas_dir;
-    uint32_t backend, dtype, kernels, slots, max_model_len, max_batch_tokens, max_seqs,
-        logits_rows_max;
+    uint32_t backend, dtype, kernels, tensor_parallel, slots, max_model_len, max_batch_tokens,
+        max_seqs, logits_rows_max;
     uint64_t kv_tokens;
     uint64_t device_bytes; /* 0: ask the device */
     bool json;
     uint32_t log_level;
 } bd_plan_options;
+
+typedef struct bd_reshard_options {
+    char *delta_dir, *out_path; /* always given */
+    char *base_path;            /* NULL: only the delta itself is read */
+    uint32_t shards;            /* 1, 2, 4 or 8 */
+    bool force, json;
+    uint32_t log_level;
+} bd_reshard_options;
 
 typedef struct bd_help_options {
     char *topic; /* NULL, or the name of a command */
@@ -196,6 +206,7 @@ typedef struct bd_invocation {
         bd_generate_options generate;
         bd_tokenize_options tokenize;
         bd_plan_options plan;
+        bd_reshard_options reshard;
         bd_help_options help;
     };
 } bd_invocation;
@@ -216,6 +227,7 @@ void bd_inspect_options_deinit(bd_inspect_options *options);
 void bd_generate_options_deinit(bd_generate_options *options);
 void bd_tokenize_options_deinit(bd_tokenize_options *options);
 void bd_plan_options_deinit(bd_plan_options *options);
+void bd_reshard_options_deinit(bd_reshard_options *options);
 
 const char *bd_command_name(bd_command command);
 

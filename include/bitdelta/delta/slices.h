@@ -1,8 +1,9 @@
-/* slices.h - what one rank of a tensor-parallel server takes from the files of a delta, and which
- * models can be cut at all. Arithmetic only: nothing is opened, nothing allocated. T ranks cut a
- * matrix as T shards would (delta.h, bd_delta_part_of), so with S = T a rank takes its own file and
- * with S = 1 its slice of the only one. Of vectors the biases of q, k, v, gate and up are cut like
- * the rows of their matrix; norms and the biases of o and down are whole. Threads: any. */
+/* slices.h - what one rank of a tensor-parallel server, or one file of a delta cut anew, takes from
+ * the files of a delta, and which models can be cut at all. Arithmetic only: nothing is opened,
+ * nothing allocated. T ranks cut a matrix as T shards would (delta.h, bd_delta_part_of), so with S
+ * = T a rank takes its own file and with S = 1 its slice of the only one. Of vectors the biases of
+ * q, k, v, gate and up are cut like the rows of their matrix; norms and the biases of o and down
+ * are whole. Threads: any. */
 #ifndef BITDELTA_DELTA_SLICES_H
 #define BITDELTA_DELTA_SLICES_H
 
@@ -49,9 +50,9 @@ bool bd_delta_rank_part(const bd_delta_cut *cut, const bd_delta_entry *entry, bd
                         bd_delta_part *out);
 
 /* The slices that make up the rank's part, each element once, in the order of their place there;
- * files of the rank's own group (rank * S / T ...) are preferred where several hold the same. A
- * part without rows (a table's end) has none. False: cannot be cut, or S neither 1 nor a multiple
- * of T. */
+ * files of the rank's own group (from rank * S / T) are preferred where several hold the same. A
+ * part without rows (a table's end) has none. S and T are free here, up to BD_DELTA_SHARDS_MAX
+ * files. False: cannot be cut. */
 bool bd_delta_rank_slices(const bd_delta_cut *cut, const bd_delta_entry *entry,
                           bd_delta_tensor what, bd_delta_slice out[BD_DELTA_SHARDS_MAX],
                           uint32_t *count);
