@@ -25,6 +25,7 @@
 
 enum {
     SWEEP_US = 250000,
+    LEFT_SWEEP_US = 2000, /* after somebody left */
     WAIT_MS_MAX = 1000,
     EVENTS_MAX = 128,
     CLOSE_SECONDS_MAX = 3,
@@ -190,6 +191,9 @@ static void client_left(bd_shard *shard, uint64_t tag) {
     if (!conn || conn->generation != generation) return;
     conn->left = true;
     nudge(conn);
+    /* The library may read what came before the end only now, and the end not at all. */
+    uint64_t soon_us = bd_now_us() + LEFT_SWEEP_US;
+    if (shard->sweep_at_us > soon_us) shard->sweep_at_us = soon_us;
     if (!conn->request || !conn->request->body_done) return;
     bd_request_cancel(conn->request, BD_CANCELLED);
     wake(conn->request);

@@ -119,10 +119,18 @@ static bool put_tool_calls(bd_view calls, bd_arena *arena, bd_strbuf *out) {
 
 /* ---- Messages ---- */
 
-/* Later members of the same name count when the JSON is read, so all may be copied. */
+static bd_view last_content(bd_view message) {
+    bd_view key, value, found = {NULL};
+    for (bd_view_iter iter = bd_view_begin(message); bd_view_next_member(&iter, &key, &value);)
+        if (is_key(key, "content")) found = value;
+    return found;
+}
+
+/* Later members of the same name count when the JSON is read, so all may be copied; but of contents
+ * only the last was checked. */
 static bool put_message(bd_view message, const bd_chat_template *tmpl, bd_arena *arena,
                         bd_strbuf *out) {
-    bd_view key, value;
+    bd_view key, value, content = last_content(message);
     bool first = true, ok = true;
     bd_strbuf_puts(out, "{");
     for (bd_view_iter iter = bd_view_begin(message);
@@ -131,7 +139,7 @@ static bool put_message(bd_view message, const bd_chat_template *tmpl, bd_arena 
         if (is_key(key, "role") && bd_view_kind_of(value) == BD_VIEW_STRING &&
             is_key(value, "developer") && !bd_chat_template_mentions(tmpl, "developer"))
             bd_strbuf_puts(out, "\"system\"");
-        else if (is_key(key, "content"))
+        else if (value.at == content.at)
             put_content(value, tmpl, out);
         else if (is_key(key, "tool_calls") && bd_view_kind_of(value) == BD_VIEW_ARRAY)
             ok = put_tool_calls(value, arena, out);

@@ -206,7 +206,8 @@ static bool make_echo(bd_completion *completion, const bd_prompt_input *input,
         size_t counted = 0;
         bd_detok_init(&detok, tokenizer, request->skip_special_tokens);
         for (size_t i = 0; i < prompt->ids.count; i++) {
-            points += bd_code_points(decoded.data + counted, decoded.len_bytes - counted);
+            if (decoded.len_bytes > counted)
+                points += bd_code_points(decoded.data + counted, decoded.len_bytes - counted);
             counted = decoded.len_bytes;
             if (want_offsets) prompt->offsets[i] = points;
             bd_detok_push(&detok, prompt->ids.ids[i], &decoded);
