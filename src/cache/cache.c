@@ -68,8 +68,7 @@ fail_free:
 
 static uint32_t pages_for(void *ctx, const bd_delta *delta) {
     const bd_cache_options *options = ctx;
-    return bd_overlay_pages_of(bd_model_config_of(options->model), bd_model_ops(options->model),
-                               delta);
+    return bd_overlay_pages_for(options->model, delta);
 }
 
 static void *host_alloc(void *ctx, uint64_t bytes) {
@@ -91,7 +90,7 @@ bd_status bd_cache_create(const bd_cache_options *options, bd_cache **out, bd_er
     const bd_backend_ops *ops = bd_model_ops(options->model);
     const bd_cache_source source = {
         .arena = ops->delta_arena(bd_model_backend(options->model)),
-        .page_bytes = bd_overlay_page_bytes(bd_model_config_of(options->model), ops),
+        .page_bytes = bd_model_page_bytes(options->model),
         .pages_for = pages_for,
         .submit = submit,
         .overlay_destroy = bd_overlay_destroy,

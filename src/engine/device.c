@@ -10,8 +10,7 @@ typedef struct gated_step {
 
 static void void_overlay(void *ctx, uint32_t overlay) {
     const gated_step *gated = ctx;
-    const bd_backend_ops *ops = bd_model_ops(gated->model);
-    if (ops->step_void) ops->step_void(bd_model_backend(gated->model), gated->step, overlay);
+    bd_model_step_void(gated->model, gated->step, overlay);
 }
 
 static bd_status pass_layer(void *ctx, uint32_t index, bd_error *err) {
@@ -30,8 +29,7 @@ static bd_status model_forward(void *ctx, const bd_step *step, bd_stream_gate *g
 
 static bd_status model_wait(void *ctx, const bd_step *step, uint64_t deadline_us,
                             bd_token_result *results, bd_error *err) {
-    bd_model *model = ctx;
-    return bd_model_ops(model)->step_wait(bd_model_backend(model), step, deadline_us, results, err);
+    return bd_model_wait(ctx, step, deadline_us, results, err);
 }
 
 static void stop_streaming(bd_cache *cache) {

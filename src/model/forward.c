@@ -51,8 +51,8 @@ static bd_status run_head(bd_model *model, const bd_step *step, bd_error *err) {
     return ops->sample(model->backend, step, err);
 }
 
-bd_status bd_model_forward(bd_model *model, const bd_step *step, bd_layer_gate gate, void *gate_ctx,
-                           bd_error *err) {
+bd_status bd_model_forward_rank(bd_model *model, const bd_step *step, bd_layer_gate gate,
+                                void *gate_ctx, bd_error *err) {
     const uint32_t layers = model->config.layers;
     TRY(model->ops->step_begin(model->backend, step, err));
     TRY(pass_gate(gate, gate_ctx, 0, err));

@@ -65,7 +65,6 @@ void bd_layout_init(bd_layout *layout, const bd_model_config *config, const bd_b
     layout->block_scales =
         round_up(ops->plane_bytes(layout->block_rows, config->hidden), PART_ALIGN);
     layout->whole_rows = (uint32_t)(layout->page_bytes / (2 * (uint64_t)config->hidden));
-    if (layout->whole_rows > config->vocab) layout->whole_rows = config->vocab;
     BD_ASSERT(layout->whole_rows > 0 &&
               layout->block_scales + 4 * (uint64_t)layout->block_rows <= layout->page_bytes);
 }
@@ -101,11 +100,11 @@ uint32_t bd_overlay_extra_pages(const bd_model_config *config, const bd_backend_
     return bd_layout_whole_pages(&layout, rows);
 }
 
-uint32_t bd_layout_table_pages(const bd_layout *layout, const bd_delta *delta,
-                               const bd_delta_entry *entry, uint32_t *extra_at) {
-    const uint32_t own = entry->kind == BD_DELTA_FULL
-                             ? bd_layout_whole_pages(layout, entry->shape[0])
-                             : layout->block_count * delta->bits;
+uint32_t bd_layout_table_pages(const bd_layout *layout, const bd_model_config *config,
+                               const bd_delta *delta, const bd_delta_entry *entry,
+                               uint32_t *extra_at) {
+    const uint32_t own = entry->kind == BD_DELTA_FULL ? bd_layout_whole_pages(layout, config->vocab)
+                                                      : layout->block_count * delta->bits;
     if (extra_at) *extra_at = own;
     return own + bd_layout_whole_pages(layout, entry->extra_rows);
 }
@@ -118,8 +117,8 @@ uint32_t bd_overlay_pages_of(const bd_model_config *config, const bd_backend_ops
     for (uint32_t i = 0; i < delta->entry_count; i++) {
         const bd_delta_entry *entry = &delta->entries[i];
         bd_weight_id id;
-        if (entry->shape[0] == config->vocab && bd_table_parse(entry->name, &id)) {
-            pages += bd_layout_table_pages(&layout, delta, entry, NULL);
+        if (bd_table_parse(entry->name, &id)) {
+            pages += bd_layout_table_pages(&layout, config, delta, entry, NULL);
         }
     }
     return pages;

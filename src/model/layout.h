@@ -8,7 +8,7 @@
  *
  * A variant's pages in order: embedding, layers [layer][plane], head; embedding and head if it has
  * them: [block][plane] or the pages of the whole matrix, then those of added rows. Every part
- * starts on a 64-byte boundary. Threads: pure. */
+ * starts on a 64-byte boundary. Configs are those of one rank. Threads: pure. */
 #ifndef BITDELTA_SRC_MODEL_LAYOUT_H
 #define BITDELTA_SRC_MODEL_LAYOUT_H
 
@@ -31,7 +31,8 @@ uint32_t bd_layout_whole_pages(const bd_layout *layout, uint64_t rows);
 uint32_t bd_layout_block_rows(const bd_layout *layout, const bd_model_config *config,
                               uint32_t index);
 /* Pages of a delta's embedding or head; *extra_at: the first of its added rows, among them. */
-uint32_t bd_layout_table_pages(const bd_layout *layout, const bd_delta *delta,
-                               const bd_delta_entry *entry, uint32_t *extra_at);
+uint32_t bd_layout_table_pages(const bd_layout *layout, const bd_model_config *config,
+                               const bd_delta *delta, const bd_delta_entry *entry,
+                               uint32_t *extra_at);
 
 #endif

@@ -3,9 +3,11 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "bitdelta/base/pool.h"
 #include "bitdelta/model/overlay.h"
 #include "internal.h"
 #include "layout.h"
+#include "ranks.h"
 
 enum { KV_BLOCK_TOKENS_DEFAULT = 16, KV_CPU_TOKENS_MIN = 16384, KV_CPU_SEQS = 4 };
 
@@ -26,24 +28,42 @@ static bd_status refuse(const bd_memory_plan *plan, const bd_backend_options *ba
                    mib(plan->deltas), mib(plan->available));
 }
 
+static bool on_cpu(const bd_model_options *options) {
+    return strcmp(options->ops->name, "cpu") == 0;
+}
+
 /* The backend's plan, against the memory that the options name. */
 static bd_status ask_plan(const bd_model_options *options, const bd_backend_options *backend,
                           bd_memory_plan *plan, bd_error *err) {
     const bd_status s = options->ops->plan(backend, plan, err);
     plan->kv_blocks = backend->kv_block_count;
+    if (on_cpu(options)) plan->available /= backend->rank_count; /* one memory for all ranks */
     if (options->device_bytes && strcmp(options->ops->name, "cuda") != 0)
         plan->available = options->device_bytes;
     return s;
 }
 
-static bd_status fill(const bd_model_options *options, const bd_model_config *config,
-                      bd_backend_options *out, bd_error *err) {
+/* The ranks of a machine's CPU share its cores. */
+static uint32_t threads_of(const bd_model_options *options, uint32_t rank, uint32_t ranks) {
+    if (ranks == 1) return options->thread_count;
+    const uint32_t all = options->thread_count ? options->thread_count : bd_usable_cores();
+    const uint32_t share = all / ranks + (rank < all % ranks ? 1 : 0);
+    return share ? share : 1;
+}
+
+static void fill(const bd_sizing *sizing, bd_backend_options *out) {
+    const bd_model_options *options = sizing->options;
+    const bd_model_config *config = sizing->config;
+    const uint32_t ranks = options->rank_count ? options->rank_count : 1;
     *out = (bd_backend_options){
-        .config = config,
-        .rank = options->rank,
-        .rank_count = options->rank_count ? options->rank_count : 1,
-        .device_index = options->device_index,
-        .thread_count = options->thread_count,
+        .config = sizing->local,
+        .rank = sizing->rank,
+        .rank_count = ranks,
+        .vocab_total = config->vocab,
+        .vocab_first = sizing->rank * bd_rank_vocab_rows(config, ranks),
+        .vocab_each = bd_rank_vocab_rows(config, ranks),
+        .device_index = options->device_index + sizing->rank,
+        .thread_count = threads_of(options, sizing->rank, ranks),
         .cpu_kernels = options->cpu_kernels,
         .kernels = options->kernels,
         .dtype = options->dtype,
@@ -58,12 +78,16 @@ static bd_status fill(const bd_model_options *options, const bd_model_config *co
         .extra_vocab_max = options->ops->rows_put ? options->extra_vocab_max : 0,
     };
     bd_layout layout;
-    bd_layout_init(&layout, config, options->ops);
+    bd_layout_init(&layout, sizing->local, options->ops);
     out->vocab_block_rows = layout.block_rows;
-    if (out->rank_count != 1 || out->rank != 0) {
+}
+
+static bd_status check_options(const bd_model_options *options, const bd_model_config *config,
+                               const bd_backend_options *out, bd_error *err) {
+    if (out->rank_count > 1 && !options->ops->comm)
         return bd_fail(err, BD_E_UNSUPPORTED, "tensor_parallel",
-                       "a model split over %u ranks is not supported", out->rank_count);
-    }
+                       "the %s backend runs the model on one rank, %u were asked for",
+                       options->ops->name, out->rank_count);
     if (out->max_model_len > config->max_positions) {
         return bd_fail(err, BD_E_LIMIT, "max_model_len",
                        "max_model_len %u is more than the model's %u positions", out->max_model_len,
@@ -76,8 +100,14 @@ static bd_status fill(const bd_model_options *options, const bd_model_config *co
     return BD_OK;
 }
 
-static bd_status delta_bytes(const bd_model_options *options, const bd_model_config *config,
-                             uint32_t extra_rows, uint64_t *bytes, bd_error *err) {
+/* By rank 0's shapes on all ranks: it has the most rows of the vocabulary. */
+static bd_status delta_bytes(const bd_sizing *sizing, uint32_t extra_rows, uint64_t *bytes,
+                             bd_error *err) {
+    const bd_model_options *options = sizing->options;
+    bd_model_config first;
+    const bd_model_config *config = &first;
+    const bd_status s = bd_model_rank_config(sizing->config, 0, options->rank_count, &first, err);
+    if (s != BD_OK) return s;
     uint64_t pages = options->delta_pages;
     if (pages == 0) {
         pages = (uint64_t)options->delta_slots *
@@ -99,7 +129,7 @@ static bd_status kv_blocks(const bd_model_options *options, bd_backend_options *
     const uint64_t one_seq = (len + tokens - 1) / tokens;
     uint64_t want = options->kv_tokens / tokens + (options->kv_tokens % tokens != 0);
     if (options->kv_tokens == 0) {
-        const bool cpu = strcmp(options->ops->name, "cpu") == 0;
+        const bool cpu = on_cpu(options);
         const uint64_t cpu_tokens =
             KV_CPU_SEQS * len > KV_CPU_TOKENS_MIN ? KV_CPU_SEQS * len : KV_CPU_TOKENS_MIN;
         want = cpu ? (cpu_tokens + tokens - 1) / tokens : UINT32_MAX;
@@ -124,11 +154,16 @@ static bd_status kv_blocks(const bd_model_options *options, bd_backend_options *
     return BD_OK;
 }
 
-bd_status bd_model_size(const bd_model_options *options, const bd_model_config *config,
-                        bd_backend_options *backend, bd_memory_plan *plan, bd_error *err) {
-    bd_status s = fill(options, config, backend, err);
-    if (s == BD_OK)
-        s = delta_bytes(options, config, backend->extra_vocab_max, &backend->delta_bytes, err);
+bd_status bd_model_size(const bd_sizing *sizing, bd_error *err) {
+    const bd_model_options *options = sizing->options;
+    bd_backend_options *backend = sizing->backend;
+    bd_memory_plan *plan = sizing->plan;
+    bd_status s =
+        bd_model_rank_config(sizing->config, sizing->rank, options->rank_count, sizing->local, err);
+    if (s != BD_OK) return s;
+    fill(sizing, backend);
+    s = check_options(options, sizing->config, backend, err);
+    if (s == BD_OK) s = delta_bytes(sizing, backend->extra_vocab_max, &backend->delta_bytes, err);
     backend->kv_block_count = 1;
     if (s == BD_OK) s = options->ops->supports(backend, err);
     if (s == BD_OK) s = kv_blocks(options, backend, err);

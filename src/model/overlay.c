@@ -10,6 +10,8 @@
 typedef struct overlay_box {
     bd_overlay overlay; /* first: what callers hold */
     bd_model *model;
+    bd_overlay *ranks[BD_COMM_RANKS_MAX]; /* of the first of several joined; it owns the others */
+    uint32_t rank_count;
     bd_overlay_linear *linears;      /* [layer][BD_LINEAR_COUNT] */
     bd_overlay_linear *embed, *head; /* [block]; the same for tied models */
     const float **norms;             /* [layers + 1][BD_NORM_COUNT] */
@@ -28,7 +30,7 @@ static bd_overlay_rows rows_of(const overlay_box *box, uint32_t which, uint32_t 
 /* Without a head of its own a tied model's is its embedding. */
 static void describe_whole(overlay_box *box, const bd_plan_storage *storage) {
     const bd_layout *layout = &storage->layout;
-    const uint32_t vocab = box->model->config.vocab;
+    const uint32_t vocab = box->model->local.vocab;
     bd_overlay *overlay = &box->overlay;
     overlay->extra_rows = storage->extra_rows;
     overlay->full_embed = rows_of(box, FULL_EMBED, storage->full_embed ? vocab : 0, layout);
@@ -45,7 +47,7 @@ static bd_status box_create(bd_model *model, const bd_plan_storage *storage, ove
     const bd_model_config *config = &model->config;
     const bd_layout *layout = &storage->layout;
     const bool shared = config->tied && !storage->own_head;
-    const size_t full_pages = bd_layout_whole_pages(layout, config->vocab),
+    const size_t full_pages = bd_layout_whole_pages(layout, model->local.vocab),
                  extra_pages = bd_layout_whole_pages(layout, storage->extra_rows);
     const size_t linears = (size_t)config->layers * BD_LINEAR_COUNT;
     const size_t tables = (size_t)layout->block_count * (shared ? 1 : 2);
@@ -169,9 +171,34 @@ bd_status bd_overlay_create(bd_model *model, const bd_delta *delta, const bd_ove
     return BD_OK;
 }
 
+void bd_overlay_join(bd_overlay *const *overlays, uint32_t count) {
+    BD_ASSERT(count >= 1 && count <= BD_COMM_RANKS_MAX);
+    overlay_box *first = (overlay_box *)overlays[0];
+    if (count == 1) return;
+    for (uint32_t r = 0; r < count; r++) {
+        BD_ASSERT(overlays[r]->ranks == NULL);
+        first->ranks[r] = overlays[r];
+    }
+    first->rank_count = count;
+    first->overlay.ranks = (const bd_overlay *const *)first->ranks;
+}
+
+uint32_t bd_overlay_pages_for(const bd_model *model, const bd_delta *delta) {
+    return bd_overlay_pages_of(&model->local, model->ops, delta);
+}
+
+void *bd_overlay_page_on(bd_model *model, uint32_t rank, void *page) {
+    const bd_model *other = bd_model_rank(model, rank);
+    const uint8_t *arena = model->ops->delta_arena(model->backend);
+    const size_t offset = (size_t)((const uint8_t *)page - arena);
+    return (uint8_t *)other->ops->delta_arena(other->backend) + offset;
+}
+
 void bd_overlay_destroy(bd_overlay *overlay) {
     if (!overlay) return;
     overlay_box *box = (overlay_box *)overlay;
+    for (uint32_t r = 1; r < box->rank_count; r++)
+        bd_overlay_destroy(box->ranks[r]);
     if (box->rope_held) bd_model_rope_release(box->model, box->overlay.rope_table);
     free(box);
 }

@@ -104,14 +104,14 @@ static bd_status put_units(bd_overlay_feed *feed, const bd_overlay_piece *piece,
         .first_row = piece->first_row + (uint32_t)first,
         .row_count = (uint32_t)count,
         .first_col = piece->first_col,
-        .col_count = (uint32_t)(8 * piece->row_bytes),
-        .src = data,
+        .col_count = (uint32_t)(8 * piece->take_bytes),
+        .src = data + piece->take_from,
         .src_stride_bytes = piece->row_bytes,
     };
     if (part.col_count != piece->k)
         return ops->plane_part_put(feed->model->backend, dst, piece->n, piece->k, &part, err);
     return ops->plane_put(feed->model->backend, dst, piece->n, piece->k, part.first_row,
-                          part.row_count, data, piece->row_bytes, err);
+                          part.row_count, part.src, piece->row_bytes, err);
 }
 
 /* The next `bytes` bytes of the piece: finish the cut unit, put whole ones, keep the rest. */

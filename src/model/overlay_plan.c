@@ -7,6 +7,7 @@
 #include "internal.h"
 #include "names.h"
 #include "overlay_internal.h"
+#include "ranks.h"
 
 enum { PLAN_ARENA_BLOCK = 256 << 10, PLAN_ARENA_MAX = 256 << 20 };
 
@@ -26,14 +27,24 @@ typedef struct planner {
     uint32_t piece_count, piece_max;
     table_entry embed, head;
     uint32_t layer_page; /* first page of the layers */
+    /* The files that this rank needs for its heads, [file_first, file_end). What every file has
+     * comes from the first of them. */
+    uint32_t file_first, file_end;
+    uint64_t sign_bytes; /* of matrices, in the pieces so far */
 } planner;
 
 typedef struct run { /* consecutive rows of a table that one shard holds */
     const bd_tensor *tensor;
     const char *name;
-    uint64_t first_row, rows, row_bytes;
-    uint32_t block_rows; /* rows of a page */
+    uint64_t first_row, rows, row_bytes; /* first_row: of this rank's */
+    uint64_t skip_rows;                  /* of the tensor, before them */
+    uint32_t block_rows;                 /* rows of a page */
 } run;
+
+/* What a file and this rank have in common of a matrix. */
+typedef struct overlap {
+    uint64_t first_row, rows, first_col, cols;
+} overlap;
 
 static bd_status mismatch(const planner *p, const bd_delta_entry *entry, bd_error *err,
                           const char *what) {
@@ -147,16 +158,40 @@ static void add_run(planner *p, bd_piece_target target, const run *r) {
         next = (target.block + 1ull) * r->block_rows;
         if (next > end) next = end;
         bd_overlay_piece *piece = add(p, &target, r->tensor, r->name);
-        piece->offset_bytes += (at - r->first_row) * r->row_bytes;
+        piece->offset_bytes += (at - r->first_row + r->skip_rows) * r->row_bytes;
         piece->bytes = (next - at) * r->row_bytes;
         piece->page_offset_bytes = target.part == BD_PART_SCALES ? layout->block_scales : 0;
         piece->first_row = (uint32_t)(at % r->block_rows);
         piece->n = target.part == BD_PART_BITS || target.part == BD_PART_SCALES
-                       ? bd_layout_block_rows(layout, &p->model->config, target.block)
+                       ? bd_layout_block_rows(layout, &p->model->local, target.block)
                        : r->block_rows;
         piece->k = target.part == BD_PART_SCALES ? 1 : p->model->config.hidden;
         piece->row_bytes = target.part == BD_PART_SCALES ? 0 : r->row_bytes;
+        piece->take_bytes = piece->row_bytes;
+        if (target.part == BD_PART_BITS) p->sign_bytes += piece->bytes;
     }
+}
+
+static bool cut(uint64_t *first, uint64_t *count, uint64_t other_first, uint64_t other_count) {
+    const uint64_t end = *first + *count, other_end = other_first + other_count;
+    if (*first < other_first) *first = other_first;
+    const uint64_t least = end < other_end ? end : other_end;
+    *count = least > *first ? least - *first : 0;
+    return *count > 0;
+}
+
+/* false: nothing, or what another file is read for. */
+static bool overlap_of(const planner *p, bd_weight_id id, const bd_delta_part *part, overlap *out) {
+    const bd_model *model = p->model;
+    bd_rank_part own;
+    if (!bd_rank_part_of(&model->config, model->rank, model->rank_count, id, &own)) return false;
+    *out = (overlap){own.first_row, own.rows, own.first_col, own.cols};
+    if (!cut(&out->first_row, &out->rows, part->first_row, part->rows) ||
+        !cut(&out->first_col, &out->cols, part->first_col, part->cols))
+        return false;
+    if (is_table(id)) return true; /* ends of files and ranks need not meet */
+    if (p->file_index < p->file_first || p->file_index >= p->file_end) return false;
+    return !part->repeated || p->file_index == p->file_first;
 }
 
 static bd_status keep_name(planner *p, const char *name, const char **out, bd_error *err) {
@@ -179,6 +214,27 @@ static bool part_here(const planner *p, const bd_delta_entry *entry, bd_delta_pa
                             rows ? entry->shape[0] / rows : 0, part);
 }
 
+/* Where in a page the common part goes, and where in the file it is. */
+static void place(planner *p, bd_overlay_piece *piece, bd_weight_id id, const bd_delta_part *part,
+                  const overlap *common) {
+    const bd_model *model = p->model;
+    const bool scales = piece->kind == BD_PIECE_FLOATS;
+    const uint64_t row_bytes = scales ? 4 : part->cols / 8;
+    bd_rank_part own;
+    BD_ASSERT(bd_rank_part_of(&model->config, model->rank, model->rank_count, id, &own));
+    piece->offset_bytes += (common->first_row - part->first_row) * row_bytes;
+    piece->bytes = common->rows * row_bytes;
+    piece->first_row = (uint32_t)(common->first_row - own.first_row);
+    piece->n = own.rows;
+    piece->k = scales ? 1 : own.cols;
+    if (scales) return;
+    piece->first_col = (uint32_t)(common->first_col - own.first_col);
+    piece->row_bytes = row_bytes;
+    piece->take_from = (common->first_col - part->first_col) / 8;
+    piece->take_bytes = common->cols / 8;
+    p->sign_bytes += common->rows * piece->take_bytes;
+}
+
 /* Bits or scales of one plane. */
 static bd_status add_plane(planner *p, const bd_delta_entry *entry, const bd_piece_target *target,
                            const bd_delta_part *part, bd_error *err) {
@@ -189,28 +245,28 @@ static bd_status add_plane(planner *p, const bd_delta_entry *entry, const bd_pie
     bd_delta_plane_name(name, sizeof name, entry->name, !scales, target->plane);
     const bd_tensor *tensor = bd_safetensors_find(p->file, name);
     const char *kept;
+    overlap common;
     if (!tensor) return mismatch(p, entry, err, "lacks one of its planes");
     if (tensor->dtype != (scales ? BD_DTYPE_F32 : BD_DTYPE_U8) ||
         tensor->bytes != part->rows * row_bytes) {
         return mismatch(p, entry, err, "has a plane of another type or size");
     }
+    if (!overlap_of(p, target->id, part, &common)) return BD_OK;
     const bd_status s = keep_name(p, name, &kept, err);
     if (s != BD_OK) return s;
     if (is_table(target->id)) {
+        const uint64_t own_first = p->model->backend_options.vocab_first;
         add_run(p, *target,
-                &(run){tensor, kept, part->first_row, part->rows, row_bytes, layout->block_rows});
+                &(run){tensor, kept, common.first_row - own_first, common.rows, row_bytes,
+                       common.first_row - part->first_row, layout->block_rows});
         return BD_OK;
     }
-    if (scales && part->cols != entry->shape[1] && p->file_index > 0)
+    if (scales && part->cols != entry->shape[1] && p->file_index > p->file_first)
         return BD_OK; /* the same in every shard */
     const uint32_t which = target->id.which;
     bd_overlay_piece *piece = add(p, target, tensor, kept);
     piece->page_offset_bytes = scales ? layout->scales[which] : layout->bits[which];
-    piece->first_row = (uint32_t)part->first_row;
-    piece->first_col = scales ? 0 : (uint32_t)part->first_col;
-    piece->n = (uint32_t)entry->shape[0];
-    piece->k = scales ? 1 : (uint32_t)entry->shape[1];
-    piece->row_bytes = scales ? 0 : row_bytes;
+    place(p, piece, target->id, part, &common);
     return BD_OK;
 }
 
@@ -218,8 +274,10 @@ static bd_status add_signs(planner *p, const bd_delta_entry *entry, bd_weight_id
                            bd_error *err) {
     bd_delta_part part;
     if (!part_here(p, entry, &part)) return mismatch(p, entry, err, "is cut in an unknown way");
-    if (part.repeated) return BD_OK;
-    if (part.cols != entry->shape[1] && !p->model->ops->plane_part_put) {
+    bd_rank_part own;
+    if (!is_table(id) &&
+        bd_rank_part_of(&p->model->config, p->model->rank, p->model->rank_count, id, &own) &&
+        part.cols < own.cols && !p->model->ops->plane_part_put) {
         return bd_fail(err, BD_E_UNSUPPORTED, entry->name,
                        "%s: %s is cut by columns, which the %s backend does not read; deltas of "
                        "one shard are (compress --shards 1)",
@@ -240,7 +298,8 @@ static bd_status add_vector(planner *p, const bd_delta_entry *entry, bd_weight_i
     const bd_layout *layout = &p->storage->layout;
     const bd_tensor *tensor = bd_safetensors_find(p->file, entry->name);
     const char *kept;
-    if (p->file_index > 0) return BD_OK;
+    bd_rank_part own;
+    if (p->file_index != p->file_first) return BD_OK;
     if (!tensor) return mismatch(p, entry, err, "is missing");
     if (tensor->dtype != BD_DTYPE_F32 && tensor->dtype != BD_DTYPE_BF16 &&
         tensor->dtype != BD_DTYPE_F16) {
@@ -249,6 +308,8 @@ static bd_status add_vector(planner *p, const bd_delta_entry *entry, bd_weight_i
     if (tensor->bytes != entry->shape[0] * bd_dtype_bytes(tensor->dtype)) {
         return mismatch(p, entry, err, "has another size than its shape");
     }
+    if (!bd_rank_part_of(&p->model->config, p->model->rank, p->model->rank_count, id, &own))
+        return BD_OK;
     const bd_status s = keep_name(p, entry->name, &kept, err);
     if (s != BD_OK) return s;
     const bd_piece_target target = {.id = id, .part = BD_PART_VECTOR};
@@ -256,7 +317,10 @@ static bd_status add_vector(planner *p, const bd_delta_entry *entry, bd_weight_i
     piece->page_offset_bytes = id.kind == BD_WEIGHT_BIAS             ? layout->biases[id.which]
                                : id.layer == p->model->config.layers ? layout->final_norm
                                                                      : layout->norms[id.which];
-    piece->n = (uint32_t)entry->shape[0];
+    const uint64_t value_bytes = bd_dtype_bytes(tensor->dtype);
+    piece->offset_bytes += own.first_row * value_bytes;
+    piece->bytes = own.rows * value_bytes;
+    piece->n = own.rows;
     piece->k = 1;
     return BD_OK;
 }
@@ -268,7 +332,7 @@ static bd_status add_whole(planner *p, const bd_delta_entry *entry, bd_weight_id
     const char *kept;
     bd_delta_part part = {.rows = entry->extra_rows};
     const uint64_t row_bytes = entry->shape[1] * bd_dtype_bytes(BD_DTYPE_BF16);
-    if (extra && p->file_index > 0) return BD_OK; /* the same in every shard */
+    if (extra && p->file_index != p->file_first) return BD_OK; /* the same in every shard */
     snprintf(name, sizeof name, "%s%s", entry->name, extra ? ".extra" : "");
     const bd_tensor *tensor = bd_safetensors_find(p->file, name);
     if (!extra && !part_here(p, entry, &part))
@@ -276,12 +340,16 @@ static bd_status add_whole(planner *p, const bd_delta_entry *entry, bd_weight_id
     if (!tensor) return mismatch(p, entry, err, extra ? "lacks its added rows" : "is missing");
     if (tensor->dtype != BD_DTYPE_BF16 || tensor->bytes != part.rows * row_bytes)
         return mismatch(p, entry, err, "is not BF16 of its size");
+    const uint64_t own_first = p->model->backend_options.vocab_first;
+    overlap common = {.rows = part.rows};
+    part.cols = entry->shape[1];
+    if (!extra && !overlap_of(p, id, &part, &common)) return BD_OK;
     const bd_status s = keep_name(p, name, &kept, err);
     if (s != BD_OK) return s;
     const bd_piece_target target = {.id = id, .part = extra ? BD_PART_EXTRA : BD_PART_FULL};
-    add_run(
-        p, target,
-        &(run){tensor, kept, part.first_row, part.rows, row_bytes, p->storage->layout.whole_rows});
+    add_run(p, target,
+            &(run){tensor, kept, extra ? 0 : common.first_row - own_first, common.rows, row_bytes,
+                   common.first_row - part.first_row, p->storage->layout.whole_rows});
     return BD_OK;
 }
 
@@ -304,6 +372,7 @@ static bd_status check_tables(const planner *p, bd_error *err) {
 /* Which tables the delta has decides where its layers' pages start. */
 static bd_status number_pages(planner *p, uint32_t *page_count, bd_error *err) {
     const bd_layout *layout = &p->storage->layout;
+    const bd_model_config *local = &p->model->local;
     uint32_t extra_at, at = 0;
     for (uint32_t i = 0; i < p->delta->entry_count; i++) {
         const bd_delta_entry *entry = &p->delta->entries[i];
@@ -315,14 +384,14 @@ static bd_status number_pages(planner *p, uint32_t *page_count, bd_error *err) {
         table_of(p, id)->entry = entry;
     }
     if (p->embed.entry) {
-        at = bd_layout_table_pages(layout, p->delta, p->embed.entry, &extra_at);
+        at = bd_layout_table_pages(layout, local, p->delta, p->embed.entry, &extra_at);
         p->embed.extra_page = extra_at;
     }
     p->layer_page = at;
     at += p->model->config.layers * p->delta->bits;
     p->head.first_page = at;
     if (p->head.entry) {
-        at += bd_layout_table_pages(layout, p->delta, p->head.entry, &extra_at);
+        at += bd_layout_table_pages(layout, local, p->delta, p->head.entry, &extra_at);
         p->head.extra_page = p->head.first_page + extra_at;
     }
     *page_count = at;
@@ -367,11 +436,11 @@ static bd_status make_storage(planner *p, bd_error *err) {
     if (!p->storage) goto fail;
     p->storage->arena = arena;
     bd_layout *layout = &p->storage->layout;
-    bd_layout_init(layout, &p->model->config, p->model->ops);
+    bd_layout_init(layout, &p->model->local, p->model->ops);
     /* Of the two tables: blocks, and one more where a shard's end cuts a block; full or added rows.
      */
     const uint64_t shards = p->delta->shard_count,
-                   whole = bd_layout_whole_pages(layout, p->model->config.vocab) +
+                   whole = bd_layout_whole_pages(layout, p->model->local.vocab) +
                            bd_layout_whole_pages(layout, BD_EXTRA_VOCAB_MAX),
                    pieces = 2 * (uint64_t)p->delta->bits *
                             (shards * p->delta->entry_count +
@@ -410,6 +479,32 @@ static void sort_pieces(planner *p) {
     }
 }
 
+/* Bytes of signs that the rank's part of a matrix has. */
+static uint64_t sign_bytes_of(const planner *p, bd_weight_id id) {
+    bd_rank_part own;
+    BD_ASSERT(bd_rank_part_of(&p->model->config, p->model->rank, p->model->rank_count, id, &own));
+    return (uint64_t)own.rows * (own.cols / 8) * p->delta->bits;
+}
+
+/* What no file had would be left to what the page held before. */
+static bd_status check_whole(const planner *p, bd_error *err) {
+    uint64_t wanted = 0;
+    for (uint32_t i = 0; i < p->delta->entry_count; i++) {
+        const bd_delta_entry *entry = &p->delta->entries[i];
+        bd_weight_id id;
+        if (entry->kind != BD_DELTA_SIGN) continue;
+        const bd_status s = identify(p, entry, &id, err);
+        if (s != BD_OK) return s;
+        wanted += sign_bytes_of(p, id);
+    }
+    if (wanted == p->sign_bytes) return BD_OK;
+    return bd_fail(err, BD_E_MISMATCH, "shards",
+                   "%s: its %u shards have %llu of the %llu bytes of signs that rank %u of %u "
+                   "needs",
+                   p->delta->dir, p->delta->shard_count, (unsigned long long)p->sign_bytes,
+                   (unsigned long long)wanted, p->model->rank, p->model->rank_count);
+}
+
 static bd_status check_base(const bd_model *model, const bd_delta *delta, bd_error *err) {
     if (strcmp(model->fingerprint, delta->base_fingerprint) != 0) {
         return bd_fail(err, BD_E_MISMATCH, "base_fingerprint",
@@ -426,7 +521,11 @@ static bd_status check_base(const bd_model *model, const bd_delta *delta, bd_err
 
 bd_status bd_overlay_plan_create(const bd_model *model, const bd_delta *delta, bd_overlay_plan *out,
                                  bd_error *err) {
-    planner p = {.model = model, .delta = delta};
+    const uint64_t files = delta->shard_count, ranks = model->rank_count;
+    planner p = {.model = model,
+                 .delta = delta,
+                 .file_first = (uint32_t)(model->rank * files / ranks),
+                 .file_end = (uint32_t)(((model->rank + 1) * files + ranks - 1) / ranks)};
     *out = (bd_overlay_plan){0};
     bd_status s = check_base(model, delta, err);
     if (s != BD_OK) return s;
@@ -435,6 +534,7 @@ bd_status bd_overlay_plan_create(const bd_model *model, const bd_delta *delta, b
     uint32_t page_count = 0;
     s = number_pages(&p, &page_count, err);
     if (s == BD_OK) s = add_files(&p, err);
+    if (s == BD_OK) s = check_whole(&p, err);
     if (s != BD_OK) {
         bd_arena_destroy(p.storage->arena);
         return s;

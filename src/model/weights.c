@@ -153,3 +153,18 @@ bd_weight_view bd_weight_item_view(const bd_weight_item *item) {
         .data = item->tensor->data + item->first_row * stride,
     };
 }
+
+bd_weight_view bd_weight_view_part(const bd_weight_view *whole, const bd_rank_part *part) {
+    const uint64_t size = bd_dtype_bytes(whole->dtype);
+    const bool vector = part->cols == 0;
+    const uint64_t skip_bytes =
+        vector ? part->first_row * size
+               : part->first_row * whole->row_stride_bytes + part->first_col * size;
+    return (bd_weight_view){
+        .dtype = whole->dtype,
+        .rows = vector ? 1 : part->rows,
+        .cols = vector ? part->rows : part->cols,
+        .row_stride_bytes = whole->row_stride_bytes,
+        .data = (const uint8_t *)whole->data + skip_bytes,
+    };
+}

@@ -5,6 +5,7 @@
 
 #include "bitdelta/backend/backend.h"
 #include "bitdelta/hf/checkpoint.h"
+#include "ranks.h"
 
 typedef struct bd_weight_item {
     bd_weight_id id;
@@ -28,5 +29,7 @@ BD_MUST_CHECK bd_status bd_weight_list_create(const bd_model_config *config,
 void bd_weight_list_destroy(bd_weight_list *list);
 /* The item as the backend wants it. The checkpoint stays mapped as long as the backend. */
 bd_weight_view bd_weight_item_view(const bd_weight_item *item);
+/* What of it a rank has. */
+bd_weight_view bd_weight_view_part(const bd_weight_view *whole, const bd_rank_part *part);
 
 #endif

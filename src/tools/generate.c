@@ -144,7 +144,7 @@ static bd_status make_buffers(generation *g, uint32_t chunk, bd_error *err) {
 static bd_status dump_rows(generation *g, uint32_t count, bd_error *err) {
     bd_model *model = bd_session_model(g->session);
     for (uint32_t i = 0; i < count; i++) {
-        bd_status s = bd_model_ops(model)->logits_get(bd_model_backend(model), i, g->row, err);
+        bd_status s = bd_model_logits_get(model, i, g->row, err);
         if (s == BD_OK) s = bd_npy_append(&g->npy, g->row, err);
         if (s != BD_OK) return s;
     }
@@ -323,6 +323,7 @@ int bd_generate_main(const bd_generate_request *request, bd_error *err) {
                 .dtype = request->dtype,
                 .kernels = request->kernels,
                 .device_index = request->device_index,
+                .rank_count = request->rank_count,
                 .thread_count = request->thread_count,
             },
     };

@@ -20,7 +20,7 @@ typedef struct deltas { /* what the manifests of a directory add up to */
 
 typedef struct planned {
     const bd_backend_ops *ops;
-    bd_model_config config;
+    bd_model_config config, rank; /* of the whole model, of the first rank */
     bd_model_options options;
     bd_memory_plan plan;
     deltas found;
@@ -37,7 +37,7 @@ static void add_delta(planned *p, const char *dir) {
         p->found.unreadable++;
         return;
     }
-    const uint64_t pages = bd_overlay_pages_of(&p->config, p->ops, &delta);
+    const uint64_t pages = bd_overlay_pages_of(&p->rank, p->ops, &delta);
     bd_delta_close(&delta);
     p->found.count++;
     p->found.pages += pages;
@@ -77,12 +77,14 @@ static void write_text(const planned *p, bd_strbuf *b) {
     bd_strbuf_printf(b, "backend %s, %u layers, vocabulary %u, context %u\n", p->ops->name,
                      p->config.layers, p->config.vocab,
                      p->options.max_model_len ? p->options.max_model_len : p->config.max_positions);
+    if (p->options.rank_count > 1)
+        bd_strbuf_printf(b, "%u ranks, each with\n", p->options.rank_count);
     bd_strbuf_printf(b, "%-14s %12s\n", "", "MiB");
     bd_strbuf_printf(b, "%-14s %12.1f\n", "base weights", mib(m->weights));
     bd_strbuf_printf(b, "%-14s %12.1f  steps of %u rows, %u sequences\n", "workspace",
                      mib(m->workspace), p->options.rows_max, p->options.seqs_max);
     bd_strbuf_printf(b, "%-14s %12.1f  %u rows of %u\n", "logits", mib(m->logits),
-                     p->options.logits_rows_max, p->config.vocab + p->found.extra_rows);
+                     p->options.logits_rows_max, p->rank.vocab + p->found.extra_rows);
     bd_strbuf_printf(b, "%-14s %12.1f  %u slots = %llu pages of %.1f MiB, %u a one-plane variant\n",
                      "delta pages", mib(m->deltas), slots, (unsigned long long)pages,
                      mib(p->page_bytes), p->slot_pages);
@@ -115,6 +117,7 @@ static void write_json(const planned *p, bd_strbuf *b) {
                    {"total_bytes", m->total},
                    {"available_bytes", m->available},
                    {"page_bytes", p->page_bytes},
+                   {"tensor_parallel", p->options.rank_count ? p->options.rank_count : 1},
                    {"slots", p->options.delta_slots},
                    {"pages_per_slot", p->slot_pages},
                    {"deltas", p->found.count},
@@ -133,11 +136,12 @@ static bd_status make_plan(const bd_plan_request *r, planned *p, bd_error *err) 
     if (!p->ops)
         return bd_fail(err, BD_E_UNSUPPORTED, "backend", "this program was built without CUDA");
     bd_status s = bd_model_config_read(r->base_dir, &p->config, err);
+    if (s == BD_OK) s = bd_model_rank_config(&p->config, 0, r->rank_count, &p->rank, err);
     if (s == BD_OK) s = read_deltas(p, r->deltas_dir, err);
     if (s != BD_OK) return s;
     p->options = (bd_model_options){.dir = r->base_dir,
                                     .ops = p->ops,
-                                    .rank_count = 1,
+                                    .rank_count = r->rank_count,
                                     .kernels = r->kernels,
                                     .dtype = r->dtype,
                                     .device_bytes = r->device_bytes,
@@ -154,8 +158,8 @@ static bd_status make_plan(const bd_plan_request *r, planned *p, bd_error *err) 
                                                    : p->found.count ? p->found.count
                                                                     : 1,
                                     .extra_vocab_max = p->found.extra_rows};
-    p->page_bytes = bd_overlay_page_bytes(&p->config, p->ops);
-    p->slot_pages = bd_overlay_pages_per_variant(&p->config, p->ops, 1, true);
+    p->page_bytes = bd_overlay_page_bytes(&p->rank, p->ops);
+    p->slot_pages = bd_overlay_pages_per_variant(&p->rank, p->ops, 1, true);
     do {
         p->fits = bd_model_plan(&p->options, &p->config, &p->plan, &p->refusal);
         /* As serve does: slots that nobody asked for give way. */

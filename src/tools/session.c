@@ -16,9 +16,9 @@ struct bd_session {
     bd_model *model;
     bd_delta delta; /* open when has_delta */
     bool has_delta;
-    bd_overlay_plan plan;
-    void **pages;
-    bd_overlay *overlay; /* of a delta */
+    bd_overlay_plan plans[BD_COMM_RANKS_MAX]; /* of each rank */
+    void **pages[BD_COMM_RANKS_MAX];
+    bd_overlay *overlay; /* of a delta, all ranks' */
     bd_lora *lora;
     const bd_overlay *active; /* what steps use; NULL: the base */
     uint32_t rows_max, logits_rows_max, tokens_max, len;
@@ -83,30 +83,45 @@ static bd_status feed_file(const bd_delta *delta, uint32_t index, bd_overlay_fee
     return s;
 }
 
-static bd_status load_delta(bd_session *session, bd_error *err) {
+/* One rank's part of the delta into its pages. */
+static bd_status load_rank(bd_session *session, uint32_t r, bd_overlay **out, bd_error *err) {
     bd_overlay_feed *feed = NULL;
-    const bd_backend_ops *ops = bd_model_ops(session->model);
-    bd_status s = bd_overlay_plan_create(session->model, &session->delta, &session->plan, err);
+    bd_model *model = bd_model_rank(session->model, r);
+    bd_overlay_plan *plan = &session->plans[r];
+    bd_status s = bd_overlay_plan_create(model, &session->delta, plan, err);
     if (s != BD_OK) return s;
-    session->pages = calloc((size_t)session->plan.page_count + 1, sizeof *session->pages);
-    if (!session->pages) return bd_fail(err, BD_E_MEMORY, NULL, "no memory for the page list");
-    uint8_t *arena = ops->delta_arena(bd_model_backend(session->model));
-    const uint64_t page_bytes = bd_overlay_page_bytes(bd_model_config_of(session->model), ops);
-    for (uint32_t i = 0; i < session->plan.page_count; i++)
-        session->pages[i] = arena + i * page_bytes;
-    s = bd_overlay_create(session->model, &session->delta, &session->plan, session->pages,
-                          &session->overlay, err);
-    if (s == BD_OK)
-        s = bd_overlay_feed_create(session->model, &session->plan, session->pages, &feed, err);
+    session->pages[r] = calloc((size_t)plan->page_count + 1, sizeof *session->pages[r]);
+    if (!session->pages[r]) return bd_fail(err, BD_E_MEMORY, NULL, "no memory for the page list");
+    uint8_t *arena = bd_model_ops(model)->delta_arena(bd_model_backend(model));
+    const uint64_t page_bytes = bd_model_page_bytes(model);
+    for (uint32_t i = 0; i < plan->page_count; i++)
+        session->pages[r][i] = arena + i * page_bytes;
+    s = bd_overlay_create(model, &session->delta, plan, session->pages[r], out, err);
+    if (s == BD_OK) s = bd_overlay_feed_create(model, plan, session->pages[r], &feed, err);
     for (uint32_t i = 0; s == BD_OK && i < session->delta.shard_count; i++)
         s = feed_file(&session->delta, i, feed, err);
-    if (s == BD_OK && bd_overlay_feed_ready(feed) != session->plan.ready_count) {
+    if (s == BD_OK && bd_overlay_feed_ready(feed) != plan->ready_count) {
         s = bd_fail(err, BD_E_FORMAT, session->delta.dir, "%s ends before its tensors do",
                     session->delta.dir);
     }
     bd_overlay_feed_destroy(feed);
-    session->active = session->overlay;
     return s;
+}
+
+static bd_status load_delta(bd_session *session, bd_error *err) {
+    bd_overlay *overlays[BD_COMM_RANKS_MAX] = {0};
+    const uint32_t ranks = bd_model_rank_count(session->model);
+    bd_status s = BD_OK;
+    for (uint32_t r = 0; s == BD_OK && r < ranks; r++)
+        s = load_rank(session, r, &overlays[r], err);
+    if (s != BD_OK) {
+        for (uint32_t r = 0; r < ranks; r++)
+            bd_overlay_destroy(overlays[r]);
+        return s;
+    }
+    bd_overlay_join(overlays, ranks);
+    session->active = session->overlay = overlays[0];
+    return BD_OK;
 }
 
 static void show_progress(void *ctx, uint64_t done_bytes, uint64_t total_bytes) {
@@ -124,9 +139,12 @@ static bd_status open_model(bd_session *session, const bd_session_options *optio
     bd_status s = bd_session_config(options, &own, err);
     if (s != BD_OK) return s;
     const uint32_t extra = own.vocab > base->vocab ? own.vocab - base->vocab : 0;
-    const uint64_t page_bytes = bd_overlay_page_bytes(base, ops);
+    bd_model_config rank; /* the first has the most pages */
+    s = bd_model_rank_config(base, 0, options->rank_count, &rank, err);
+    if (s != BD_OK) return s;
+    const uint64_t page_bytes = bd_overlay_page_bytes(&rank, ops);
     uint64_t pages = 0;
-    if (session->has_delta) pages = bd_overlay_pages_of(base, ops, &session->delta);
+    if (session->has_delta) pages = bd_overlay_pages_of(&rank, ops, &session->delta);
     if (session->lora) pages = bd_lora_device_bytes(session->lora) / page_bytes + 1;
     if (pages > UINT32_MAX)
         return bd_fail(err, BD_E_LIMIT, options->lora_dir, "the adapter is too large");
@@ -134,7 +152,7 @@ static bd_status open_model(bd_session *session, const bd_session_options *optio
         .dir = options->finetuned_dir ? options->finetuned_dir : options->base_dir,
         .ops = ops,
         .device_index = options->device_index,
-        .rank_count = 1,
+        .rank_count = options->rank_count,
         .thread_count = options->thread_count,
         .dtype = options->dtype,
         .kernels = options->kernels,
@@ -194,6 +212,9 @@ bd_status bd_session_open(const bd_session_options *options, bd_session **out, b
         s = bd_delta_open(options->delta_dir, &session->delta, err);
         session->has_delta = s == BD_OK;
     }
+    if (s == BD_OK && options->lora_dir && options->rank_count > 1)
+        s = bd_fail(err, BD_E_UNSUPPORTED, "tensor_parallel",
+                    "an adapter is run on one rank, %u were asked for", options->rank_count);
     if (s == BD_OK && options->lora_dir)
         s = bd_lora_open(options->lora_dir, &base, &session->lora, err);
     if (s == BD_OK) s = open_model(session, options, ops, &base, err);
@@ -211,11 +232,13 @@ bd_status bd_session_open(const bd_session_options *options, bd_session **out, b
 void bd_session_close(bd_session *session) {
     if (!session) return;
     bd_overlay_destroy(session->overlay);
-    bd_overlay_plan_destroy(&session->plan);
+    for (uint32_t r = 0; r < BD_COMM_RANKS_MAX; r++) {
+        bd_overlay_plan_destroy(&session->plans[r]);
+        free(session->pages[r]);
+    }
     if (session->has_delta) bd_delta_close(&session->delta);
     bd_lora_close(session->lora);
     bd_model_close(session->model);
-    free(session->pages);
     free(session->kv_blocks);
     free(session->positions);
     free(session->seq_of_row);
@@ -267,8 +290,7 @@ bd_status bd_session_feed(bd_session *session, const int32_t *ids, uint32_t coun
     bd_status s = bd_model_forward(session->model, &step, NULL, NULL, err);
     if (s != BD_OK) return s;
     const uint64_t deadline_us = bd_now_us() + (uint64_t)STEP_DEADLINE_S * 1000000u;
-    s = bd_model_ops(session->model)
-            ->step_wait(bd_model_backend(session->model), &step, deadline_us, results, err);
+    s = bd_model_wait(session->model, &step, deadline_us, results, err);
     if (s != BD_OK) return s;
     session->len += count;
     for (uint32_t i = 0; i < logits_count; i++) {

@@ -15,6 +15,7 @@ typedef struct bd_session_options {
     bd_dtype dtype; /* BD_DTYPE_OTHER: the backend's own */
     bd_kernels kernels;
     uint32_t device_index, thread_count;
+    uint32_t rank_count;      /* 0: 1 */
     uint32_t tokens_max;      /* length of the sequence */
     uint32_t rows_max;        /* tokens of one feed */
     uint32_t logits_rows_max; /* logits rows of one feed */

@@ -196,8 +196,10 @@ static void sizes_are_checked(void **state) {
     options.delta_pages = 1u << 31;
     expect_options(&options, BD_E_LIMIT, "delta pages");
     options.delta_pages = 0;
-    options.rank_count = 2;
-    expect_options(&options, BD_E_UNSUPPORTED, "2 ranks");
+    options.rank_count = 3;
+    expect_options(&options, BD_E_UNSUPPORTED, "not 3");
+    options.rank_count = 8;
+    expect_options(&options, BD_E_UNSUPPORTED, "do not divide by 8 ranks");
     options.rank_count = 1;
     options.rows_max = 0;
     expect_options(&options, BD_E_ARGUMENT, "at least one row");

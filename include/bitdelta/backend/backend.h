@@ -9,6 +9,7 @@
 
 #include <stddef.h>
 
+#include "bitdelta/backend/comm.h"
 #include "bitdelta/backend/step.h"
 #include "bitdelta/base/status.h"
 #include "bitdelta/hf/model_config.h"
@@ -23,8 +24,14 @@ typedef enum bd_kernels {                  /* CUDA: which kernels are used */
 } bd_kernels;
 
 typedef struct bd_backend_options {
-    const bd_model_config *config; /* borrowed for the backend's life */
-    uint32_t rank, rank_count;     /* shapes below are of this rank */
+    /* Of this rank: its heads, its part of ffn, its rows of the vocabulary. Borrowed for the
+     * backend's life. */
+    const bd_model_config *config;
+    uint32_t rank, rank_count;
+    bd_comm *comm; /* NULL: one rank */
+    /* Of a split vocabulary: all rows, this rank's first, and rows of a rank, which the last may
+     * have fewer of. 0: not split. */
+    uint32_t vocab_total, vocab_first, vocab_each;
     uint32_t device_index;
     uint32_t thread_count;   /* CPU: worker pool width, 0 = all cores */
     const char *cpu_kernels; /* CPU: avx512, avx2, neon or plain; NULL or "auto": the best here */
@@ -44,9 +51,18 @@ typedef struct bd_backend_options {
     uint32_t extra_vocab_max;
 } bd_backend_options;
 
-/* Columns of a row of logits: the base's vocabulary and room for what variants add. */
+/* Rows of the whole vocabulary. */
+static inline uint32_t bd_vocab_total(const bd_backend_options *options) {
+    return options->vocab_total ? options->vocab_total : options->config->vocab;
+}
+static inline uint32_t bd_vocab_each(const bd_backend_options *options) {
+    return options->vocab_each ? options->vocab_each : options->config->vocab;
+}
+
+/* Columns of a rank's row of logits: its part of the base's vocabulary and room for what variants
+ * add, which is the last rank's (-inf on the others). */
 static inline uint32_t bd_logits_width(const bd_backend_options *options) {
-    return options->config->vocab + options->extra_vocab_max;
+    return bd_vocab_each(options) + options->extra_vocab_max;
 }
 
 typedef enum bd_group { BD_GROUP_QKV, BD_GROUP_O, BD_GROUP_GATE_UP, BD_GROUP_DOWN } bd_group;
@@ -81,6 +97,9 @@ typedef bd_status (*bd_backend_forward)(void *ctx, const bd_step *step, bd_error
 typedef struct bd_backend_ops {
     const char *name;          /* "cpu", "cuda" */
     uint32_t page_align_bytes; /* delta pages are multiples of this: 2 MiB on cuda, 4 KiB on cpu */
+    /* How ranks meet: after O and DOWN and in embed the backend sums over the ranks, in sample it
+     * gathers. Optional. NULL: one rank only. */
+    const bd_comm_ops *(*comm)(void);
 
     /* BD_E_UNSUPPORTED names the field that this backend cannot do. No device memory is touched. */
     bd_status (*supports)(const bd_backend_options *options, bd_error *err);
@@ -157,7 +176,7 @@ typedef struct bd_backend_ops {
     bd_status (*step_wait)(bd_backend *backend, const bd_step *step, uint64_t deadline_us,
                            bd_token_result *results, bd_error *err);
     /* After step_wait: raw logits of row `index` of the step's logits rows, [bd_logits_width]
-     * float32, -inf past the row's own vocabulary on the cpu (tools and tests). */
+     * float32, this rank's, -inf past the row's own vocabulary on the cpu (tools and tests). */
     bd_status (*logits_get)(bd_backend *backend, uint32_t index, float *out, bd_error *err);
     /* Optional, once, after the weights: `forward` launches a whole step (step_begin .. sample);
      * the backend calls it with steps of its own making and keeps what their operators launch, to

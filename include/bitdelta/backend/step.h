@@ -76,6 +76,9 @@ typedef struct bd_overlay {
     bd_overlay_rows full_embed, full_head;
     bd_overlay_rows extra_embed, extra_head; /* rows from the base's vocabulary on */
     const float *const *norms; /* [layers + 1][BD_NORM_COUNT], NULL entries: the base's; float32 */
+    /* The same variant on every rank, [rank_count]; steps name rank 0's. NULL: there is one rank.
+     */
+    const struct bd_overlay *const *ranks;
 } bd_overlay;
 
 typedef struct bd_segment {

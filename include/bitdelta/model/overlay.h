@@ -9,13 +9,16 @@
 #include "bitdelta/delta/delta.h"
 #include "bitdelta/model/model.h"
 
-/* Known from the config alone, before a model is open (memory planning). */
+/* Known from the config alone, before a model is open (memory planning): one rank's, see
+ * bd_model_rank_config; rank 0 has at least as many pages as any other. */
 uint64_t bd_overlay_page_bytes(const bd_model_config *config, const bd_backend_ops *ops);
 uint32_t bd_overlay_pages_per_variant(const bd_model_config *config, const bd_backend_ops *ops,
                                       uint32_t planes, bool with_embeddings);
 /* Pages of this very delta. */
 uint32_t bd_overlay_pages_of(const bd_model_config *config, const bd_backend_ops *ops,
                              const bd_delta *delta);
+/* Likewise, on each of the model's ranks. */
+uint32_t bd_overlay_pages_for(const bd_model *model, const bd_delta *delta);
 /* More pages for `rows` added rows of one table. */
 uint32_t bd_overlay_extra_pages(const bd_model_config *config, const bd_backend_ops *ops,
                                 uint32_t rows);
@@ -33,8 +36,10 @@ typedef struct bd_overlay_piece {
     uint64_t page_offset_bytes;   /* start of the plane, vector or block of rows inside the page */
     uint32_t first_row;           /* of the plane, vector or block: where the piece goes */
     uint32_t first_col;           /* BITS of a shard cut by columns */
-    uint32_t n, k;                /* the whole shape in the page; rows are whole rows of the file */
-    uint64_t row_bytes; /* BITS, ROWS: of a row in the file; k / 8 unless cut by columns */
+    uint32_t n, k;                /* the whole shape in the page */
+    uint64_t row_bytes;           /* BITS, ROWS: of a row in the file */
+    /* BITS: which bytes of a row go to the page; those of k / 8 unless it is cut by columns. */
+    uint64_t take_from, take_bytes;
     bd_dtype dtype;     /* FLOATS: F32, BF16, F16 -> float32 */
     const char *tensor; /* for messages */
 } bd_overlay_piece;
@@ -60,7 +65,13 @@ void bd_overlay_plan_destroy(bd_overlay_plan *plan);
 BD_MUST_CHECK bd_status bd_overlay_create(bd_model *model, const bd_delta *delta,
                                           const bd_overlay_plan *plan, void *const *pages,
                                           bd_overlay **out, bd_error *err);
+/* Of all ranks if they were joined. */
 void bd_overlay_destroy(bd_overlay *overlay);
+/* One variant's overlays on every rank, in order, become one: overlays[0], which owns the others.
+ */
+void bd_overlay_join(bd_overlay *const *overlays, uint32_t count);
+/* Where rank `rank` has the page that is `page` on rank 0. */
+void *bd_overlay_page_on(bd_model *model, uint32_t rank, void *page);
 
 /* Puts bytes [from, from + bytes) of file `file_index`, already verified, into the pages: every
  * whole row or value they complete. `data` is the whole file's bytes at `from`. Pieces may be fed

@@ -23,6 +23,7 @@ typedef struct bd_generate_request { /* strings are borrowed; NULL or 0: not giv
     uint32_t chunk_tokens;   /* prompt tokens per step; 0: 256 */
     uint32_t thread_count;   /* CPU workers; 0: all cores */
     uint32_t device_index;
+    uint32_t rank_count; /* 0: 1 */
     bd_backend_choice backend;
     bd_dtype dtype; /* BD_DTYPE_OTHER: the backend's own */
     bd_kernels kernels;

@@ -12,9 +12,10 @@ typedef struct bd_plan_request { /* 0 or NULL: the default of `serve` */
     bd_backend_choice backend;
     bd_dtype dtype;
     bd_kernels kernels;
+    uint32_t rank_count; /* 0: 1; the table is of each rank */
     uint32_t slots, max_model_len, rows_max, seqs_max, logits_rows_max;
     uint64_t kv_tokens;
-    uint64_t device_bytes; /* memory to plan for; 0: ask the device, if there is one */
+    uint64_t device_bytes; /* memory of a rank to plan for; 0: ask the device, if there is one */
     bool json;
 } bd_plan_request;
 

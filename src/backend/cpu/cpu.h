@@ -43,6 +43,19 @@ typedef struct bd_cpu_room { /* memory of weights, freed at close */
     size_t bytes, used_bytes;
 } bd_cpu_room;
 
+#define BD_CPU_PICK_TOKENS 64u /* most likely tokens that a rank tells the others of a row */
+#define BD_CPU_WHOLE_ROWS  8u  /* rows of a whole vocabulary at a time */
+
+typedef struct bd_cpu_pick { /* what a rank tells of its part of a row of logits */
+    float max;
+    bool fault, has_target;
+    double sum; /* of exp(logit - max) */
+    float target_logit;
+    uint32_t count;
+    uint32_t ids[BD_CPU_PICK_TOKENS]; /* by descending logit, then id */
+    float logits[BD_CPU_PICK_TOKENS];
+} bd_cpu_pick;
+
 typedef struct bd_cpu_run {    /* rows of one overlay */
     const bd_overlay *overlay; /* NULL: the base */
     uint32_t first, count;
@@ -137,8 +150,12 @@ typedef enum bd_cpu_buffer {
     BD_CPU_HEAD_RUNS,
     BD_CPU_TASKS, /* first attention task of each sequence, and one more */
     BD_CPU_RESULTS,
-    BD_CPU_ROPE,  /* inv_freq of each table */
-    BD_CPU_SMALL, /* norms and biases, float32 */
+    BD_CPU_PICKS,    /* of a split vocabulary, here and below: this rank's, then all ranks' */
+    BD_CPU_RANKS_OF, /* tokens before the one chosen, this rank's and all ranks' */
+    BD_CPU_GATHERED, /* a row's logits, rank by rank */
+    BD_CPU_WHOLE,    /* rows of logits of the whole vocabulary */
+    BD_CPU_ROPE,     /* inv_freq of each table */
+    BD_CPU_SMALL,    /* norms and biases, float32 */
     /* One part per worker: */
     BD_CPU_TILES,  /* base tile, then a variant's */
     BD_CPU_UP,     /* a block of the up projection */
@@ -175,6 +192,21 @@ static inline bd_cpu *bd_cpu_of(bd_backend *backend) {
 
 static inline uint32_t bd_cpu_logits_width(const bd_cpu *cpu) {
     return bd_logits_width(&cpu->options);
+}
+
+/* Ids of the whole model: one more than the largest. */
+static inline uint32_t bd_cpu_id_end(const bd_cpu *cpu) {
+    return bd_vocab_total(&cpu->options) + cpu->options.extra_vocab_max;
+}
+/* What variants add to the vocabulary is embedded by rank 0 and has its logits on the last. */
+static inline bool bd_cpu_has_extra_logits(const bd_cpu *cpu) {
+    return cpu->options.rank + 1 == cpu->options.rank_count;
+}
+/* The token of a column of this rank's logits. */
+static inline uint32_t bd_cpu_id_of(const bd_cpu *cpu, uint32_t column) {
+    const uint32_t each = bd_vocab_each(&cpu->options);
+    return column < each ? cpu->options.vocab_first + column
+                         : bd_vocab_total(&cpu->options) + (column - each);
 }
 
 static inline float *bd_cpu_f32(const bd_cpu *cpu, bd_cpu_buffer which) {
@@ -264,6 +296,16 @@ void bd_cpu_step_void(bd_backend *backend, const bd_step *step, uint32_t overlay
 bd_status bd_cpu_step_wait(bd_backend *backend, const bd_step *step, uint64_t deadline_us,
                            bd_token_result *results, bd_error *err);
 bd_status bd_cpu_logits_get(bd_backend *backend, uint32_t index, float *out, bd_error *err);
+
+/* Sum over the ranks of `rows` rows of activations; nothing to do on one. */
+static inline bd_status bd_cpu_sum_ranks(bd_cpu *cpu, bd_cpu_buffer which, uint32_t rows,
+                                         bd_error *err) {
+    bd_comm *comm = cpu->options.comm;
+    if (!comm) return BD_OK;
+    return comm->ops->all_reduce(comm, cpu->buffers[which], (uint64_t)rows * cpu->config->hidden,
+                                 BD_COMM_F32, NULL, err);
+}
+bd_status bd_cpu_sample_split(bd_cpu *cpu, const bd_step *step, bd_error *err);
 
 /* Norm weights of a row: its overlay's, else the base's. */
 const float *bd_cpu_norm_weights(const bd_cpu *cpu, const bd_overlay *overlay, uint32_t layer,

@@ -51,9 +51,11 @@ static bd_status check_config(const bd_model_config *config, bd_error *err) {
 
 bd_status bd_cpu_supports(const bd_backend_options *options, bd_error *err) {
     BD_ASSERT(options->config != NULL);
-    if (options->rank != 0 || options->rank_count != 1) {
+    if (options->rank_count < 1 || options->rank_count > BD_COMM_RANKS_MAX ||
+        options->rank >= options->rank_count) {
         return bd_fail(err, BD_E_UNSUPPORTED, "tensor_parallel",
-                       "the cpu backend is one rank, not %u", options->rank_count);
+                       "rank %u of %u: the cpu backend takes 1 to %u ranks", options->rank,
+                       options->rank_count, BD_COMM_RANKS_MAX);
     }
     const limit limits[] = {
         {"rows_max", options->rows_max, 1, 1u << 20},
@@ -115,6 +117,8 @@ bool bd_cpu_sizes(const bd_backend_options *o, uint32_t workers,
     const uint64_t q_dim = (uint64_t)c->heads * c->head_dim,
                    kv_dim = (uint64_t)c->kv_heads * c->head_dim;
     const uint64_t rows = o->rows_max, logits_rows = o->logits_rows_max, width = bd_logits_width(o);
+    const uint64_t whole = (uint64_t)bd_vocab_total(o) + o->extra_vocab_max;
+    const bool split = o->rank_count > 1;
     const uint64_t kv_row_bytes = (c->head_dim + 7u) / 8u * 8u * sizeof(float);
     const uint64_t kv_tokens = (uint64_t)o->kv_block_count * o->kv_block_tokens;
     const uint32_t widest = c->ffn > c->hidden ? c->ffn : c->hidden;
@@ -146,12 +150,16 @@ bool bd_cpu_sizes(const bd_backend_options *o, uint32_t workers,
         {BD_CPU_HEAD_RUNS, logits_rows, sizeof(bd_cpu_run), 1},
         {BD_CPU_TASKS, (uint64_t)o->seqs_max + 1, sizeof(uint32_t), 1},
         {BD_CPU_RESULTS, logits_rows, sizeof(bd_token_result), 1},
+        {BD_CPU_PICKS, split ? logits_rows : 0, (uint64_t)o->rank_count + 1, sizeof(bd_cpu_pick)},
+        {BD_CPU_RANKS_OF, split ? logits_rows : 0, (uint64_t)o->rank_count + 1, sizeof(uint32_t)},
+        {BD_CPU_GATHERED, split ? o->rank_count : 0, width, 4},
+        {BD_CPU_WHOLE, split ? BD_CPU_WHOLE_ROWS : 0, whole, 4},
         {BD_CPU_ROPE, o->rope_tables_max, c->rope.rotary_dim / 2, 4},
         {BD_CPU_SMALL, small_floats(c), 4, 1},
         {BD_CPU_TILES, workers, 2ull * bd_cpu_tile_floats(), 4},
         {BD_CPU_UP, workers, rows, BD_CPU_TILE_N * 4},
         {BD_CPU_SCORES, workers, bd_cpu_scores_floats(), 4},
-        {BD_CPU_SAMPLE, workers, (width + 1) / 2, 2 * (sizeof(double) + sizeof(float))},
+        {BD_CPU_SAMPLE, workers, (whole + 1) / 2, 2 * (sizeof(double) + sizeof(float))},
         {BD_CPU_DELTAS, o->delta_bytes, 1, 1},
     };
     bool fits = true;
@@ -264,6 +272,9 @@ static bd_status bd_cpu_open(const bd_backend_options *options, bd_backend **out
     *out = NULL;
     bd_status status = bd_cpu_supports(options, err);
     if (status != BD_OK) return status;
+    if (options->rank_count > 1 && !options->comm)
+        return bd_fail(err, BD_E_UNSUPPORTED, "tensor_parallel",
+                       "one of %u ranks needs a way to the others", options->rank_count);
     bd_cpu *cpu = calloc(1, sizeof *cpu);
     if (cpu == NULL) return bd_fail(err, BD_E_MEMORY, "cpu", "the backend could not be allocated");
     const bd_model_config *c = options->config;
@@ -310,6 +321,7 @@ void bd_cpu_for(bd_cpu *cpu, uint32_t count, uint64_t work, bd_pool_fn fn, void 
 static const bd_backend_ops cpu_ops = {
     .name = "cpu",
     .page_align_bytes = PAGE_BYTES,
+    .comm = bd_comm_local_ops,
     .supports = bd_cpu_supports,
     .plan = bd_cpu_plan,
     .open = bd_cpu_open,

@@ -616,7 +616,14 @@ bd_status bd_cpu_linear(bd_backend *backend, const bd_step *step, uint32_t layer
         add_target(&job, layer, BD_LINEAR_DOWN, bd_cpu_f32(cpu, BD_CPU_PROJ), c->hidden);
         break;
     }
-    return run_job(&job, err);
+    const bd_status status = run_job(&job, err);
+    if (status != BD_OK || group == BD_GROUP_QKV || group == BD_GROUP_GATE_UP) return status;
+    return bd_cpu_sum_ranks(cpu, BD_CPU_PROJ, step->row_count, err);
+}
+
+static void cap(const bd_model_config *c, float *logits, uint32_t count) {
+    for (uint32_t i = 0; c->logit_softcap > 0.0f && i < count; i++)
+        logits[i] = c->logit_softcap * tanhf(logits[i] / c->logit_softcap);
 }
 
 static void cap_row(void *ctx, uint32_t index, uint32_t worker) {
@@ -624,17 +631,24 @@ static void cap_row(void *ctx, uint32_t index, uint32_t worker) {
     (void)worker;
     const bd_model_config *c = job->cpu->config;
     const uint32_t width = bd_cpu_logits_width(job->cpu);
+    const uint32_t total = bd_vocab_total(&job->cpu->options);
     float *logits = bd_cpu_row(job->cpu, BD_CPU_LOGITS, index, width);
-    uint32_t vocab = c->vocab;
+    uint32_t vocab = total;
     for (uint32_t i = 0; i < job->run_count; i++) {
         const bd_cpu_run *run = &job->runs[i];
         if (index < run->first || index - run->first >= run->count) continue;
         if (run->overlay != NULL) vocab = run->overlay->vocab;
     }
-    for (uint32_t i = 0; c->logit_softcap > 0.0f && i < vocab; i++) {
-        logits[i] = c->logit_softcap * tanhf(logits[i] / c->logit_softcap);
-    }
-    for (uint32_t i = vocab; i < width; i++)
+    const uint32_t first = job->cpu->options.vocab_first, each = bd_vocab_each(&job->cpu->options);
+    uint32_t known = vocab > first ? vocab - first : 0; /* of this rank's part of the base's */
+    if (known > c->vocab) known = c->vocab;
+    const bool has_extra = vocab > total && bd_cpu_has_extra_logits(job->cpu);
+    const uint32_t extra_end = has_extra ? each + (vocab - total) : each;
+    cap(c, logits, known);
+    cap(c, logits + each, extra_end - each);
+    for (uint32_t i = known; i < each; i++)
+        logits[i] = -INFINITY;
+    for (uint32_t i = extra_end; i < width; i++)
         logits[i] = -INFINITY;
 }
 
@@ -645,7 +659,7 @@ static void extra_task(void *ctx, uint32_t index, uint32_t worker) {
     const linear_job *job = ctx;
     (void)worker;
     const uint32_t n0 = index * EXTRA_TASK_ROWS;
-    float *y = job->targets[0].y + job->cpu->config->vocab + n0;
+    float *y = job->targets[0].y + bd_vocab_each(&job->cpu->options) + n0;
     for (uint32_t i = 0; i < job->run_count; i++) {
         const bd_cpu_run *run = &job->runs[i];
         const uint32_t extra = run->overlay != NULL ? run->overlay->extra_rows : 0;
@@ -675,7 +689,7 @@ bd_status bd_cpu_head(bd_backend *backend, const bd_step *step, bd_error *err) {
                                                .y_stride = bd_cpu_logits_width(cpu)};
     const bd_status status = run_job(&job, err);
     if (status != BD_OK) return status;
-    const uint32_t extra = cpu->options.extra_vocab_max;
+    const uint32_t extra = bd_cpu_has_extra_logits(cpu) ? cpu->options.extra_vocab_max : 0;
     bd_cpu_for(cpu, (extra + EXTRA_TASK_ROWS - 1) / EXTRA_TASK_ROWS,
                (uint64_t)extra * c->hidden * job.rows, extra_task, &job);
     const uint64_t cost = c->logit_softcap > 0.0f ? 16 : 1;

@@ -32,7 +32,7 @@ static void whole_row(const bd_cpu *cpu, float *out, const bd_overlay_rows *rows
                          cpu->config->hidden);
 }
 
-/* The base's row and what the overlay adds to it. */
+/* The base's row and what the overlay adds to it. token: counted from this rank's first. */
 static void delta_row(const bd_cpu *cpu, float *out, const bd_overlay *overlay, uint32_t token) {
     const uint32_t hidden = cpu->config->hidden;
     cpu->kernels->to_f32(out, cpu->embed.data + token * cpu->embed.stride_bytes, cpu->embed.dtype,
@@ -55,12 +55,18 @@ static void embed_row(void *ctx, uint32_t row, uint32_t worker) {
     const uint32_t hidden = cpu->config->hidden, token = (uint32_t)job->step->tokens[row];
     float *out = bd_cpu_row(cpu, BD_CPU_RESIDUAL, row, hidden);
     const bd_overlay *overlay = bd_cpu_row_overlays(cpu)[row];
-    if (token >= cpu->config->vocab) {
-        whole_row(cpu, out, &overlay->extra_embed, token - cpu->config->vocab);
+    const uint32_t first = cpu->options.vocab_first, total = bd_vocab_total(&cpu->options);
+    const bool extra = token >= total;
+    if (extra ? cpu->options.rank != 0 : token < first || token - first >= cpu->config->vocab) {
+        memset(out, 0, hidden * sizeof *out); /* another rank's */
+        return;
+    }
+    if (extra) {
+        whole_row(cpu, out, &overlay->extra_embed, token - total);
     } else if (overlay != NULL && overlay->full_embed.count > 0) {
-        whole_row(cpu, out, &overlay->full_embed, token);
+        whole_row(cpu, out, &overlay->full_embed, token - first);
     } else {
-        delta_row(cpu, out, overlay, token);
+        delta_row(cpu, out, overlay, token - first);
     }
     const float scale = cpu->config->embed_scale;
     for (uint32_t i = 0; i < hidden; i++)
@@ -68,13 +74,12 @@ static void embed_row(void *ctx, uint32_t row, uint32_t worker) {
 }
 
 bd_status bd_cpu_embed(bd_backend *backend, const bd_step *step, bd_error *err) {
-    (void)err;
     bd_cpu *cpu = bd_cpu_of(backend);
     BD_ASSERT(cpu->embed.data != NULL);
     row_job job = {.cpu = cpu, .step = step};
     bd_cpu_for(cpu, step->row_count, (uint64_t)step->row_count * cpu->config->hidden, embed_row,
                &job);
-    return BD_OK;
+    return bd_cpu_sum_ranks(cpu, BD_CPU_RESIDUAL, step->row_count, err);
 }
 
 const float *bd_cpu_norm_weights(const bd_cpu *cpu, const bd_overlay *overlay, uint32_t layer,

@@ -8,21 +8,16 @@
 #include <string.h>
 
 #include "bitdelta/base/rng.h"
-#include "cpu.h"
+#include "cpu_sample.h"
 
-#define GREEDY_BELOW 1e-5f
-#define BUCKETS      2048u
+#define BUCKETS 2048u
 
 typedef struct sample_job {
     bd_cpu *cpu;
     const bd_step *step;
 } sample_job;
 
-typedef struct candidates { /* edited logits of one row with their unnormalised probabilities */
-    const float *logits;
-    double *weights; /* exp((logit - max) / temperature); the largest is 1 */
-    uint32_t count;
-} candidates;
+typedef bd_cpu_candidates candidates;
 
 /* Kept: keys above `key`, and of those equal to it the `ties` with the lowest ids. */
 typedef struct cut {
@@ -65,7 +60,7 @@ static double log_sum(const float *logits, uint32_t count, float max) {
 }
 
 static bool before(const float *logits, uint32_t a, uint32_t b) {
-    return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
+    return bd_cpu_before(logits[a], a, logits[b], b);
 }
 
 static void report_top(const float *logits, uint32_t count, double norm, uint8_t top,
@@ -175,7 +170,7 @@ static double kept_mass(const candidates *c, cut bound, double least_weight) {
     return mass;
 }
 
-static uint32_t draw(const candidates *c, const bd_sampling *sampling, double uniform) {
+uint32_t bd_cpu_draw(const candidates *c, const bd_sampling *sampling, double uniform) {
     cut bound = {0, 0}; /* everything: no float has key 0 but a NaN */
     if (sampling->top_k > 0 && sampling->top_k < c->count)
         bound = tighten(c, bound, sampling->top_k, false);
@@ -198,7 +193,7 @@ static uint32_t draw(const candidates *c, const bd_sampling *sampling, double un
 
 static uint32_t choose(const bd_cpu *cpu, const float *raw, const bd_seq *seq, uint32_t position,
                        uint32_t worker, uint32_t raw_best) {
-    const uint32_t count = bd_cpu_logits_width(cpu);
+    const uint32_t count = bd_cpu_id_end(cpu);
     uint8_t *scratch = (uint8_t *)cpu->buffers[BD_CPU_SAMPLE] +
                        (size_t)worker * ((count + 1) / 2) * 2 * (sizeof(double) + sizeof(float));
     double *weights = (double *)(void *)scratch;
@@ -209,21 +204,19 @@ static uint32_t choose(const bd_cpu *cpu, const float *raw, const bd_seq *seq, u
     if (best.fault && best.max == -INFINITY)
         return raw_best; /* all banned: there must still be an answer */
     const bd_sampling *sampling = &seq->sampling;
-    if (sampling->temperature < GREEDY_BELOW) return best.max_id;
+    if (sampling->temperature < BD_CPU_GREEDY_BELOW) return best.max_id;
     for (uint32_t i = 0; i < count; i++) {
         weights[i] = exp(((double)logits[i] - (double)best.max) / (double)sampling->temperature);
     }
     const candidates c = {logits, weights, count};
-    return draw(&c, sampling, bd_rng_uniform(sampling->seed, sampling->choice, position));
+    return bd_cpu_draw(&c, sampling, bd_rng_uniform(sampling->seed, sampling->choice, position));
 }
 
-static void sample_row(void *ctx, uint32_t index, uint32_t worker) {
-    const sample_job *job = ctx;
-    bd_cpu *cpu = job->cpu;
-    const uint32_t vocab = bd_cpu_logits_width(cpu);
-    const bd_logits_row *row = &job->step->logits_rows[index];
-    const float *logits = bd_cpu_row(cpu, BD_CPU_LOGITS, index, vocab);
-    bd_token_result *result = (bd_token_result *)cpu->buffers[BD_CPU_RESULTS] + index;
+void bd_cpu_sample_whole(const bd_cpu *cpu, const bd_step *step, uint32_t index,
+                         const float *logits, uint32_t worker) {
+    const uint32_t vocab = bd_cpu_id_end(cpu);
+    const bd_logits_row *row = &step->logits_rows[index];
+    bd_token_result *result = bd_cpu_result(cpu, index);
     memset(result, 0, sizeof *result);
     const scan raw = scan_raw(logits, vocab);
     if (raw.fault) {
@@ -233,18 +226,28 @@ static void sample_row(void *ctx, uint32_t index, uint32_t worker) {
     }
     uint32_t id = (uint32_t)row->target;
     if (row->target < 0) {
-        id = choose(cpu, logits, &job->step->seqs[row->seq], job->step->positions[row->row], worker,
+        id = choose(cpu, logits, &step->seqs[row->seq], step->positions[row->row], worker,
                     raw.max_id);
     }
     report(logits, vocab, raw.max, id, row->top_count, result);
 }
 
+static void sample_row(void *ctx, uint32_t index, uint32_t worker) {
+    const sample_job *job = ctx;
+    const float *logits = bd_cpu_row(job->cpu, BD_CPU_LOGITS, index, bd_cpu_logits_width(job->cpu));
+    bd_cpu_sample_whole(job->cpu, job->step, index, logits, worker);
+}
+
 bd_status bd_cpu_sample(bd_backend *backend, const bd_step *step, bd_error *err) {
-    (void)err;
     bd_cpu *cpu = bd_cpu_of(backend);
     sample_job job = {cpu, step};
-    bd_cpu_for(cpu, step->logits_row_count,
-               32ull * step->logits_row_count * bd_cpu_logits_width(cpu), sample_row, &job);
+    if (cpu->options.comm) {
+        const bd_status status = bd_cpu_sample_split(cpu, step, err);
+        if (status != BD_OK) return status;
+    } else {
+        bd_cpu_for(cpu, step->logits_row_count,
+                   32ull * step->logits_row_count * bd_cpu_logits_width(cpu), sample_row, &job);
+    }
     cpu->sampled_step = step->id;
     return BD_OK;
 }

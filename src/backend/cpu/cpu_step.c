@@ -16,7 +16,7 @@ static void check_rows(const bd_cpu *cpu, const bd_step *step) {
     for (uint32_t i = 0; i < step->logits_row_count; i++) {
         const bd_logits_row *l = &step->logits_rows[i];
         BD_ASSERT(l->row < step->row_count && l->seq < step->seq_count);
-        BD_ASSERT(l->target < 0 || (uint32_t)l->target < bd_cpu_logits_width(cpu));
+        BD_ASSERT(l->target < 0 || (uint32_t)l->target < bd_cpu_id_end(cpu));
         BD_ASSERT(l->top_count <= BD_TOP_MAX);
     }
 }
@@ -36,7 +36,7 @@ static void check_seqs(const bd_cpu *cpu, const bd_step *step) {
             BD_ASSERT(step->seq_of_row[seq->first_row + r] == s);
         for (uint32_t e = 0; e < seq->edit_count; e++) {
             BD_ASSERT(seq->edits[e].token >= 0 &&
-                      (uint32_t)seq->edits[e].token < bd_cpu_logits_width(cpu));
+                      (uint32_t)seq->edits[e].token < bd_cpu_id_end(cpu));
         }
     }
 }
@@ -45,7 +45,7 @@ static void check_overlay(const bd_cpu *cpu, const bd_overlay *overlay) {
     const uint32_t extra = overlay->extra_rows;
     BD_ASSERT(overlay->rope_table < cpu->options.rope_tables_max);
     BD_ASSERT(extra <= cpu->options.extra_vocab_max &&
-              overlay->vocab <= cpu->config->vocab + extra);
+              overlay->vocab <= bd_vocab_total(&cpu->options) + extra);
     BD_ASSERT(overlay->extra_embed.count == extra && overlay->extra_head.count == extra);
     BD_ASSERT(overlay->full_embed.count == 0 || overlay->full_embed.count == cpu->config->vocab);
     BD_ASSERT(overlay->full_head.count == 0 || overlay->full_head.count == cpu->config->vocab);
@@ -61,7 +61,8 @@ static void fill_runs(bd_cpu *cpu, const bd_step *step) {
         BD_ASSERT(segment->overlay >= -1 && segment->overlay < (int64_t)step->overlay_count);
         if (segment->row_count == 0) continue;
         const bd_overlay *overlay = segment->overlay < 0 ? NULL : step->overlays[segment->overlay];
-        const uint32_t vocab = cpu->config->vocab + (overlay != NULL ? overlay->extra_rows : 0);
+        const uint32_t vocab =
+            bd_vocab_total(&cpu->options) + (overlay != NULL ? overlay->extra_rows : 0);
         if (overlay != NULL) check_overlay(cpu, overlay);
         runs[count++] = (bd_cpu_run){overlay, row, segment->row_count, BD_CPU_NO_TABLE};
         for (uint32_t r = row; r < row + segment->row_count; r++) {
