@@ -43,8 +43,10 @@ typedef struct server {
     pthread_mutex_t lock;
     bd_engine *engine;   /* guarded by lock: loader and http threads look at it */
     bd_router *changing; /* guarded by lock: the router while it takes changes; signals' thread */
-    bool wrong_usage;    /* an option was refused that the command line may have given */
-    uint32_t slots;      /* of the model */
+    pthread_mutex_t renew_lock;
+    bd_http_server *renewing; /* guarded by renew_lock: http while its certificate may be renewed */
+    bool wrong_usage;         /* an option was refused that the command line may have given */
+    uint32_t slots;           /* of the model */
     char base_name[BD_VARIANT_NAME_MAX + 1];
     uint64_t progress_us; /* of the last line about loading */
     uint64_t load_started_us;
@@ -316,6 +318,22 @@ static bd_status add_variants(server *s, bd_error *err) {
     return BD_OK;
 }
 
+static void set_renewing(server *s, bd_http_server *http) {
+    pthread_mutex_lock(&s->renew_lock);
+    s->renewing = http;
+    pthread_mutex_unlock(&s->renew_lock);
+}
+
+/* SIGHUP; on the thread of the signals. */
+static void renew_certificate(server *s) {
+    bd_error err;
+    bd_error_clear(&err);
+    pthread_mutex_lock(&s->renew_lock);
+    if (s->renewing && bd_http_server_reload_tls(s->renewing, &err) != BD_OK)
+        bd_log_error("http", "certificate not renewed, the one from before stays", &err);
+    pthread_mutex_unlock(&s->renew_lock);
+}
+
 static bd_status open_http(server *s, bd_error *err) {
     const bd_serve_options *o = s->options;
     const bd_http_options options = {.listen = o->listen,
@@ -329,11 +347,21 @@ static bd_status open_http(server *s, bd_error *err) {
                                      .shard_count = o->http_threads,
                                      .connections_max = o->max_connections,
                                      .body_bytes_max = o->max_body_bytes,
+                                     .upload_bytes_max = o->max_upload_bytes,
+                                     .stream_bytes_max = o->max_stream_bytes,
+                                     .response_bytes_max = o->max_response_bytes,
                                      .header_seconds = o->request_header_seconds,
+                                     .body_seconds = o->request_body_seconds,
+                                     .idle_seconds = o->idle_seconds,
+                                     .comment_seconds = o->stream_comment_seconds,
+                                     .cors_origin = o->cors_origin,
+                                     .tls_cert = o->tls_cert,
+                                     .tls_key = o->tls_key,
                                      .health = health,
                                      .chat_template = o->chat_template,
                                      .health_ctx = s};
     bd_status status = bd_http_server_create(&options, &s->http, err);
+    if (status == BD_OK) set_renewing(s, s->http);
     return status == BD_OK ? bd_http_server_start(s->http, err) : status;
 }
 
@@ -449,6 +477,7 @@ static bd_status open_all(server *s, bd_error *err) {
 
 static void close_all(server *s) {
     set_changing(s, NULL);
+    set_renewing(s, NULL);
     if (s->engine) bd_engine_stop(s->engine);
     if (s->http) bd_http_server_stop(s->http);
     bd_router_stop(s->router); /* orders still waiting are answered, to nobody */
@@ -482,6 +511,7 @@ static void *signals_run(void *ctx) {
         int number;
         if (sigwait(&g->set, &number) != 0) continue;
         if (number == SIGHUP) {
+            renew_certificate(g->server);
             rescan(g->server);
             continue;
         }
@@ -527,9 +557,11 @@ bd_status bd_serve_run(const bd_serve_options *options, bool *wrong_usage, bd_er
     signals g = {.server = &s};
     *wrong_usage = false;
     pthread_mutex_init(&s.lock, NULL);
+    pthread_mutex_init(&s.renew_lock, NULL);
     bd_status status = signals_open(&g, err);
     if (status != BD_OK) {
         pthread_mutex_destroy(&s.lock);
+        pthread_mutex_destroy(&s.renew_lock);
         return status;
     }
     if ((status = open_all(&s, err)) == BD_OK) {
@@ -546,6 +578,7 @@ bd_status bd_serve_run(const bd_serve_options *options, bool *wrong_usage, bd_er
     close_all(&s);
     signals_close(&g);
     pthread_mutex_destroy(&s.lock);
+    pthread_mutex_destroy(&s.renew_lock);
     if (status == BD_OK) bd_log(BD_LOG_INFO, "serve", "stopped");
     return status;
 }

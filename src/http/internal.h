@@ -13,6 +13,7 @@
 #include "bitdelta/base/mailbox.h"
 #include "bitdelta/http/server.h"
 #include "bitdelta/openai/openai.h"
+#include "tls.h"
 
 #define BD_HTTP_PATH_MAX     1024               /* longer paths are unknown */
 #define BD_HTTP_INLINE_BYTES ((size_t)64 << 10) /* larger bodies go to a bd-work thread */
@@ -72,6 +73,7 @@ typedef struct bd_worker {
 struct bd_http_server {
     bd_http_options options; /* with defaults; its pointers are replaced by the copies below */
     char *cors_origin;
+    bd_tls *tls; /* NULL: the public listener is plain, as the admin one always is */
     char *listen, *admin_listen;
     char address[BD_HTTP_ADDRESS_MAX], admin_address[BD_HTTP_ADDRESS_MAX];
     bd_server_key *keys;

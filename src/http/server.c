@@ -70,9 +70,17 @@ static bd_status copy_options(bd_http_server *server, const bd_http_options *opt
     if (server->admin_guarded)
         bd_key_digest(options->admin_key, strlen(options->admin_key), &server->admin_key);
     /* Nothing borrowed may outlive create. */
+    if (options->tls_cert || options->tls_key) {
+        if (!options->tls_cert || !options->tls_key)
+            return bd_fail(err, BD_E_ARGUMENT, options->tls_cert ? "tls_key" : "tls_cert",
+                           "tls_cert and tls_key belong together: one of them is missing");
+        bd_status status = bd_tls_create(&server->tls, options->tls_cert, options->tls_key, err);
+        if (status != BD_OK) return status;
+    }
     server->options.listen = server->options.admin = server->options.admin_key =
         server->options.cors_origin = NULL;
     server->options.keys = NULL;
+    server->options.tls_cert = server->options.tls_key = NULL;
     return BD_OK;
 }
 
@@ -132,7 +140,8 @@ bd_status bd_http_server_start(bd_http_server *server, bd_error *err) {
         bd_http_server_stop(server);
         return status;
     }
-    bd_log(BD_LOG_INFO, "http", "listening address=%s", server->address);
+    bd_log(BD_LOG_INFO, "http", "listening address=%s%s", server->address,
+           server->tls ? " tls=on" : "");
     if (server->admin_listen)
         bd_log(BD_LOG_INFO, "http", "admin-listening address=%s", server->admin_address);
     return BD_OK;
@@ -154,6 +163,10 @@ bd_status bd_http_server_attach(bd_http_server *server, bd_router *router,
     server->router = router;
     atomic_store(&server->openai, openai); /* publishes router too */
     return BD_OK;
+}
+
+bd_status bd_http_server_reload_tls(bd_http_server *server, bd_error *err) {
+    return server->tls ? bd_tls_reload(server->tls, err) : BD_OK;
 }
 
 const char *bd_http_server_address(const bd_http_server *server) {
@@ -213,5 +226,6 @@ void bd_http_server_destroy(bd_http_server *server) {
     free(server->listen);
     free(server->admin_listen);
     free(server->cors_origin);
+    bd_tls_destroy(server->tls);
     free(server);
 }

@@ -97,6 +97,7 @@ static void open_conn(bd_shard *shard, struct MHD_Connection *connection, void *
     shard->conn_count++;
     if (!shard->admin) atomic_fetch_add(&shard->server->connection_count, 1);
     set_socket_options(conn->fd);
+    if (shard->server->tls && !shard->admin) bd_tls_attach(shard->server->tls, connection);
     bd_shard_watch(conn);
     *socket_context = conn;
 }
@@ -314,15 +315,18 @@ static bd_status start_daemon(bd_shard *shard, bd_error *err) {
     const bd_http_options *options = &shard->server->options;
     if (listen(shard->listen_fd, BACKLOG) != 0)
         return bd_fail_errno(err, BD_E_IO, shard->name, errno, "listen failed");
+    const bool tls = shard->server->tls && !shard->admin;
+    /* The list of options ends at the first MHD_OPTION_END: without TLS before those of TLS. */
     shard->daemon = MHD_start_daemon(
-        MHD_USE_EPOLL | MHD_ALLOW_SUSPEND_RESUME | MHD_USE_ERROR_LOG, 0, NULL, NULL, bd_handle,
-        shard, MHD_OPTION_EXTERNAL_LOGGER, on_library_log, NULL, MHD_OPTION_LISTEN_SOCKET,
-        shard->listen_fd, MHD_OPTION_NOTIFY_COMPLETED, bd_handle_completed, shard,
-        MHD_OPTION_NOTIFY_CONNECTION, on_connection, shard, MHD_OPTION_URI_LOG_CALLBACK,
-        on_request_line, shard, MHD_OPTION_CONNECTION_LIMIT,
+        MHD_USE_EPOLL | MHD_ALLOW_SUSPEND_RESUME | MHD_USE_ERROR_LOG | (tls ? MHD_USE_TLS : 0u), 0,
+        NULL, NULL, bd_handle, shard, MHD_OPTION_EXTERNAL_LOGGER, on_library_log, NULL,
+        MHD_OPTION_LISTEN_SOCKET, shard->listen_fd, MHD_OPTION_NOTIFY_COMPLETED,
+        bd_handle_completed, shard, MHD_OPTION_NOTIFY_CONNECTION, on_connection, shard,
+        MHD_OPTION_URI_LOG_CALLBACK, on_request_line, shard, MHD_OPTION_CONNECTION_LIMIT,
         (unsigned)options->connections_max + 64u, MHD_OPTION_CONNECTION_TIMEOUT,
         (unsigned)options->idle_seconds, MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)32 << 10,
-        MHD_OPTION_STRICT_FOR_CLIENT, 1, MHD_OPTION_END);
+        MHD_OPTION_STRICT_FOR_CLIENT, 1, tls ? MHD_OPTION_HTTPS_CERT_CALLBACK : MHD_OPTION_END,
+        bd_tls_certificate, MHD_OPTION_HTTPS_PRIORITIES, BD_TLS_PRIORITIES, MHD_OPTION_END);
     if (!shard->daemon) return bd_fail(err, BD_E_IO, shard->name, "libmicrohttpd did not start");
     const union MHD_DaemonInfo *info = MHD_get_daemon_info(shard->daemon, MHD_DAEMON_INFO_EPOLL_FD);
     struct epoll_event library = {.events = EPOLLIN, .data.u64 = TAG_LIBRARY};

@@ -115,7 +115,15 @@ typedef struct bd_serve_options {
     uint64_t max_body_bytes;
     uint32_t max_connections;
     uint32_t http_threads;
+    uint64_t max_upload_bytes;   /* bodies being received, all together */
+    uint64_t max_stream_bytes;   /* events waiting for one reader */
+    uint64_t max_response_bytes; /* one answer that is not streamed */
     uint32_t request_header_seconds;
+    uint32_t request_body_seconds;
+    uint32_t idle_seconds;
+    uint32_t stream_comment_seconds; /* 0: none */
+    char *cors_origin;               /* NULL: no CORS headers */
+    char *tls_cert, *tls_key;        /* PEM files; NULL: plain HTTP */
     uint32_t drain_seconds;
     bd_string_list api_keys; /* empty: no key is asked for */
     char *admin_key;         /* NULL: no key is asked for */

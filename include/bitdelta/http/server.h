@@ -20,6 +20,9 @@ typedef struct bd_http_options { /* zero means the default in brackets; strings 
     bd_tenants *tenants; /* the keys are theirs and `keys` is empty; outlives the server; or NULL */
     /* With tenants: /metrics of `listen` shows series of variants and tenants, not only totals. */
     bool metrics_public;
+    /* PEM files, both or neither (plain HTTP): the public listener speaks TLS 1.2 and 1.3. The admin
+     * listener never does. */
+    const char *tls_cert, *tls_key;
     const char *admin_key; /* NULL or "": the admin listener needs none */
     /* vLLM's load_lora_adapter and unload_lora_adapter on the public listener too: asks for the
      * admin key if there is one, else for a key as the other routes do. */
@@ -61,6 +64,10 @@ BD_MUST_CHECK bd_status bd_http_server_attach(bd_http_server *server, bd_router 
 /* "127.0.0.1:43210"; admin "" when there is none. Valid until destroy. */
 const char *bd_http_server_address(const bd_http_server *server);
 const char *bd_http_server_admin_address(const bd_http_server *server);
+
+/* Reads the files of tls_cert and tls_key again; connections from now on see them. On failure the
+ * certificate from before stays. From one thread at a time, between create and destroy. */
+BD_MUST_CHECK bd_status bd_http_server_reload_tls(bd_http_server *server, bd_error *err);
 
 /* New work is refused with 503 shutting_down, /health says 503, running requests go on for at most
  * `seconds`, then get the error event (or 503). Returns when no request is left. The engine must
