@@ -19,6 +19,7 @@ static void append(bd_engine *engine, bd_sequence *sequence, int32_t token) {
     sequence->tokens[sequence->count++] = token;
     bd_edits_generated(&sequence->edits, token);
     bd_stat_add(&engine->stat_generated, 1);
+    bd_sequence_charge(engine, sequence, 1);
     uint32_t generated = sequence->count - sequence->prompt_count;
     if (generated == sequence->min_new) bd_edits_unmask_stops(&sequence->edits);
     if (generated > sequence->min_new && is_stop(sequence, token))
@@ -36,6 +37,7 @@ static void advance(bd_engine *engine, bd_step_buffer *buffer, uint32_t seq_inde
         uint32_t end = sequence->computed < sequence->prompt_count ? sequence->computed
                                                                    : sequence->prompt_count;
         bd_stat_add(&engine->stat_prompt, end - prompt_before);
+        bd_sequence_charge(engine, sequence, 0);
     }
     if (result_fault(buffer, seq_index) != BD_OK) {
         bd_sequence_over(engine, sequence, BD_FINISH_ERROR, -1);

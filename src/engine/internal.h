@@ -34,11 +34,14 @@ BD_MUST_CHECK bd_status bd_engine_create_on(const bd_engine_options *options,
 typedef enum bd_sequence_state { BD_SEQ_WAITING, BD_SEQ_RUNNING, BD_SEQ_OVER } bd_sequence_state;
 
 struct bd_sequence {
-    bd_sequence *prev, *next; /* in waiting or running, by (priority, arrival) */
+    bd_sequence *prev, *next; /* in waiting or running; order: bd_list_sort */
     bd_sequence_state state;
     bd_arena *arena; /* all memory of the sequence but this struct */
     uint64_t arrival;
     int64_t priority;
+    bd_payer *payer;
+    uint32_t charged;  /* prompt tokens that the payer has no more to pay for */
+    uint32_t promised; /* prompt tokens that the payer was told of and that are not charged yet */
     bd_lease lease;
     uint32_t group; /* index into engine->groups; BD_GROUP_BASE */
     const bd_sequence_sink *sink;
@@ -83,6 +86,8 @@ typedef struct bd_engine_group {
     uint32_t members;
     uint64_t served_step; /* when it last had rows */
     uint32_t rows;        /* of loading ones: that the next step could have */
+    uint32_t claims;      /* sequences with rows to run */
+    double counter;       /* the least of their payers */
     bool wanted, chosen;
 } bd_engine_group;
 
@@ -158,8 +163,16 @@ static inline void bd_stat_add(_Atomic uint64_t *stat, uint64_t amount) {
 }
 
 /* sequence.c */
-void bd_list_insert(bd_sequence_list *list, bd_sequence *sequence); /* by (priority, arrival) */
+/* The payer with the least counter first, within a payer by (priority, arrival). Insert takes the
+ * order for granted, which holds until a counter moves. */
+void bd_list_insert(bd_sequence_list *list, bd_sequence *sequence);
 void bd_list_remove(bd_sequence_list *list, bd_sequence *sequence);
+void bd_list_sort(bd_sequence_list *list);
+static inline double bd_payer_counter(const bd_sequence *sequence) {
+    return sequence->payer ? sequence->payer->counter : 0.0;
+}
+/* Tokens of the prompt up to `computed` and `output` generated ones are the payer's. */
+void bd_sequence_charge(bd_engine *engine, bd_sequence *sequence, uint32_t output_tokens);
 uint32_t bd_sequence_target(const bd_sequence *sequence); /* tokens whose KV or logits are needed */
 /* After the prompt the base continues. */
 bool bd_sequence_ends_with_base(const bd_engine *engine, const bd_sequence *sequence);

@@ -29,6 +29,7 @@ static bool runnable(const bd_sequence *sequence) {
 
 void bd_engine_admit(bd_engine *engine) {
     /* Strictly in order: a long prompt at the head is not passed over for ever. */
+    bd_list_sort(&engine->waiting);
     while (engine->waiting.first && engine->running.count < engine->cap) {
         bd_sequence *sequence = engine->waiting.first;
         if (!bd_sequence_admit(engine, sequence)) return;
@@ -52,7 +53,7 @@ static void want_groups(bd_engine *engine) {
     bool loading = false;
     for (uint32_t i = 0; i < engine->group_count; i++) {
         engine->groups[i].wanted = engine->groups[i].chosen = false;
-        engine->groups[i].rows = 0;
+        engine->groups[i].rows = engine->groups[i].claims = 0;
     }
     for (const bd_sequence *s = engine->running.first; s; s = s->next) {
         if (!runnable(s)) continue;
@@ -64,11 +65,19 @@ static void want_groups(bd_engine *engine) {
         *sum = smaller(*sum + smaller(chunk, max), max);
         loading = loading || loads;
         if (group && !loads) group->wanted = true;
+        if (group && (group->claims++ == 0 || bd_payer_counter(s) < group->counter))
+            group->counter = bd_payer_counter(s);
     }
     if (loading) bd_engine_want_loading(engine, rows, bd_now_us());
 }
 
-/* At most variants_per_step_max of those with work, the longest unserved first: a rotation. */
+static bool group_before(const bd_engine_group *a, const bd_engine_group *b) {
+    if (a->counter < b->counter || b->counter < a->counter) return a->counter < b->counter;
+    return a->served_step < b->served_step;
+}
+
+/* At most variants_per_step_max of those with work: those that the least served payers need, among
+ * these the longest unserved first, a rotation. */
 static void choose_groups(bd_engine *engine) {
     want_groups(engine);
     for (uint32_t n = 0; n < engine->options.variants_per_step_max; n++) {
@@ -76,7 +85,7 @@ static void choose_groups(bd_engine *engine) {
         for (uint32_t i = 0; i < engine->group_count; i++) {
             bd_engine_group *group = &engine->groups[i];
             if (!group->wanted || group->chosen) continue;
-            if (!best || group->served_step < best->served_step) best = group;
+            if (!best || group_before(group, best)) best = group;
         }
         if (!best) return;
         best->chosen = true;
@@ -158,8 +167,8 @@ static void pick(bd_engine *engine, bd_sequence *sequence, uint32_t rows, budget
 
 static uint32_t choose_rows(bd_engine *engine) {
     budget left = {engine->options.rows_max, engine->options.logits_rows_max, 0};
-    /* Oldest first; whoever is preempted on the way comes later in the list, so it is not picked
-     * yet. */
+    /* Those of best claim first; whoever is preempted on the way comes later in the list, so it is
+     * not picked yet. */
     bd_sequence *next;
     for (bd_sequence *s = engine->running.first; s; s = next) {
         bool ready = decodes(s) && runnable(s) && chosen(engine, s) && grow(engine, s);
@@ -239,6 +248,7 @@ static void add_segment(bd_engine *engine, bd_step_buffer *buffer, uint32_t grou
 bd_step_buffer *bd_engine_build(bd_engine *engine) {
     BD_ASSERT(!engine->in_flight);
     bd_engine_admit(engine);
+    bd_list_sort(&engine->running);
     choose_groups(engine);
     uint32_t pick_count = choose_rows(engine);
     if (pick_count == 0) return NULL;

@@ -6,6 +6,12 @@
 #include "internal.h"
 
 static bool goes_before(const bd_sequence *a, const bd_sequence *b) {
+    if (a->payer != b->payer) {
+        double counter_a = bd_payer_counter(a), counter_b = bd_payer_counter(b);
+        if (counter_a < counter_b || counter_b < counter_a) return counter_a < counter_b;
+        if (!a->payer || !b->payer) return !a->payer;
+        return a->payer->id < b->payer->id;
+    }
     return a->priority != b->priority ? a->priority < b->priority : a->arrival < b->arrival;
 }
 
@@ -38,6 +44,72 @@ void bd_list_remove(bd_sequence_list *list, bd_sequence *sequence) {
         list->last = sequence->prev;
     sequence->prev = sequence->next = NULL;
     list->count--;
+}
+
+/* Merges runs of `width` sequences into runs of twice that. */
+static bd_sequence *merge_runs(bd_sequence *left, uint32_t width, bool *sorted) {
+    bd_sequence *head = NULL, **tail = &head;
+    *sorted = true;
+    while (left) {
+        bd_sequence *right = left;
+        uint32_t left_count = 0, right_count = width;
+        while (right && left_count < width) {
+            right = right->next;
+            left_count++;
+        }
+        if (head) *sorted = false;
+        while (left_count > 0 || (right_count > 0 && right)) {
+            bool take_right =
+                right_count > 0 && right && (left_count == 0 || goes_before(right, left));
+            bd_sequence **from = take_right ? &right : &left;
+            *tail = *from;
+            *from = (*from)->next;
+            tail = &(*tail)->next;
+            if (take_right)
+                right_count--;
+            else
+                left_count--;
+        }
+        left = right;
+    }
+    *tail = NULL;
+    return head;
+}
+
+void bd_list_sort(bd_sequence_list *list) {
+    bool sorted = true;
+    for (const bd_sequence *s = list->first; s && s->next && sorted; s = s->next)
+        sorted = !goes_before(s->next, s);
+    if (sorted) return;
+    for (uint32_t width = 1; !sorted; width *= 2)
+        list->first = merge_runs(list->first, width, &sorted);
+    list->last = NULL;
+    for (bd_sequence *s = list->first; s; s = s->next) {
+        s->prev = list->last;
+        list->last = s;
+    }
+}
+
+/* ---- The payer's account ---- */
+
+static void promise(bd_engine *engine, bd_sequence *sequence, uint32_t tokens) {
+    int64_t change = (int64_t)tokens - sequence->promised;
+    sequence->promised = tokens;
+    if (change != 0 && sequence->payer && engine->options.hooks.charge)
+        engine->options.hooks.charge(engine->options.hooks.ctx, sequence->payer, change, 0, 0);
+}
+
+void bd_sequence_charge(bd_engine *engine, bd_sequence *sequence, uint32_t output_tokens) {
+    uint32_t end =
+        sequence->computed < sequence->prompt_count ? sequence->computed : sequence->prompt_count;
+    uint32_t prompt_tokens = end > sequence->charged ? end - sequence->charged : 0;
+    BD_ASSERT(prompt_tokens <= sequence->promised);
+    sequence->charged += prompt_tokens;
+    sequence->promised -= prompt_tokens;
+    if (!sequence->payer || !engine->options.hooks.charge || prompt_tokens + output_tokens == 0)
+        return;
+    engine->options.hooks.charge(engine->options.hooks.ctx, sequence->payer,
+                                 -(int64_t)prompt_tokens, prompt_tokens, output_tokens);
 }
 
 uint32_t bd_sequence_target(const bd_sequence *sequence) {
@@ -179,6 +251,14 @@ static void count_prefix(bd_engine *engine, uint32_t asked, uint32_t found) {
     bd_metric_add(engine->metrics.prefix_hits, found);
 }
 
+/* What nobody computes nobody pays for. */
+static void skip_charge(bd_engine *engine, bd_sequence *sequence, uint32_t found) {
+    if (found > sequence->prompt_count) found = sequence->prompt_count;
+    if (found <= sequence->charged) return;
+    promise(engine, sequence, sequence->promised - (found - sequence->charged));
+    sequence->charged = found;
+}
+
 bool bd_sequence_admit(bd_engine *engine, bd_sequence *sequence) {
     BD_ASSERT(sequence->block_count == 0);
     uint32_t need = bd_blocks_for(engine, bd_sequence_target(sequence));
@@ -197,6 +277,7 @@ bool bd_sequence_admit(bd_engine *engine, bd_sequence *sequence) {
         sequence->block_count++;
     }
     if (sequence->publishes) count_prefix(engine, bd_sequence_target(sequence), cached_tokens);
+    skip_charge(engine, sequence, cached_tokens);
     return true;
 }
 
@@ -254,6 +335,7 @@ static bd_sequence *create(bd_engine *engine, const bd_sequence_options *options
     *sequence = (bd_sequence){
         .arrival = engine->arrivals,
         .priority = options->priority,
+        .payer = options->payer,
         .lease = options->lease,
         .sink = options->sink,
         .sink_ctx = options->sink_ctx,
@@ -281,6 +363,15 @@ static bd_sequence *create(bd_engine *engine, const bd_sequence_options *options
     return sequence;
 }
 
+/* Who waits for KV is passed by nobody but those with a claim on it that is better for sure. */
+static bool may_add(const bd_engine *engine, const bd_payer *payer) {
+    if (engine->running.count + engine->waiting.count >= engine->cap) return false;
+    for (const bd_sequence *s = engine->waiting.first; s; s = s->next)
+        if (s->payer == payer || bd_payer_counter(s) <= (payer ? payer->counter : 0.0))
+            return false;
+    return true;
+}
+
 bd_status bd_engine_add(bd_engine *engine, const bd_sequence_options *options, bd_sequence **out,
                         bd_error *err) {
     *out = NULL;
@@ -292,10 +383,15 @@ bd_status bd_engine_add(bd_engine *engine, const bd_sequence_options *options, b
     if (!err) err = &unused;
     bd_status status = check(engine, options, err);
     if (status != BD_OK) return status;
-    if (engine->waiting.count > 0 || engine->running.count >= engine->cap) return BD_BUSY;
+    if (!may_add(engine, options->payer)) return BD_BUSY;
     bd_sequence *sequence = create(engine, options, err);
     if (!sequence) return err->status;
     bool idle = bd_sequence_idle(sequence);
+    if (!idle) {
+        uint32_t target = bd_sequence_target(sequence);
+        promise(engine, sequence,
+                target < sequence->prompt_count ? target : sequence->prompt_count);
+    }
     bool runs = idle || bd_sequence_admit(engine, sequence);
     sequence->state = runs ? BD_SEQ_RUNNING : BD_SEQ_WAITING;
     bd_list_insert(runs ? &engine->running : &engine->waiting, sequence);
@@ -314,6 +410,7 @@ void bd_engine_cancel(bd_engine *engine, bd_sequence *sequence) {
 
 void bd_sequence_over(bd_engine *engine, bd_sequence *sequence, bd_finish finish, int32_t stop_id) {
     BD_ASSERT(sequence->state != BD_SEQ_OVER);
+    promise(engine, sequence, 0);
     bd_list_remove(sequence->state == BD_SEQ_WAITING ? &engine->waiting : &engine->running,
                    sequence);
     sequence->state = BD_SEQ_OVER;

@@ -17,7 +17,7 @@ void bd_cache_release(bd_cache *cache, bd_lease *lease, uint64_t now_us) {
     memset(lease, 0, sizeof *lease);
 }
 
-enum { PROMPT_MAX = 90, NEW_MAX = 40 };
+enum { PROMPT_MAX = 90, NEW_MAX = 40, PAYERS = 4 };
 
 typedef struct client { /* one sequence of the test, with all it was told */
     struct script *script;
@@ -48,6 +48,9 @@ typedef struct script {
     char first_wrong[200];
     bd_error closed_error;
     bool faults_expected;
+    bd_payer payers[PAYERS];
+    int64_t promised[PAYERS];
+    uint64_t charged_prompt, charged_output;
 } script;
 
 static void wrong(script *s, const client *c, const char *what, uint32_t at) {
@@ -130,6 +133,17 @@ static uint64_t next_wake_us(void *ctx, uint64_t now_us) {
     for (uint32_t i = 0; i < s->count; i++)
         if (!s->clients[i].added) return now_us + 50;
     return UINT64_MAX;
+}
+
+static void on_charge(void *ctx, bd_payer *payer, int64_t promised, uint32_t prompt_tokens,
+                      uint32_t output_tokens) {
+    script *s = ctx;
+    int64_t *open = &s->promised[payer - s->payers];
+    *open += promised;
+    if (*open < 0) wrong(s, s->clients, "more computed than promised", prompt_tokens);
+    payer->counter += prompt_tokens + 2.0 * output_tokens;
+    s->charged_prompt += prompt_tokens;
+    s->charged_output += output_tokens;
 }
 
 static void on_closed(void *ctx, const bd_error *err) {
@@ -218,7 +232,7 @@ static bd_engine_options base_options(script *s) {
         .variants_per_step_max = 3,
         .logits_rows_max = 10,
         .decode_delta = true,
-        .hooks = {s, before_step, next_wake_us, on_closed},
+        .hooks = {s, before_step, next_wake_us, on_closed, on_charge},
     };
     return o;
 }
@@ -267,6 +281,10 @@ static void check_clean(script *s, struct bd_variant *variants, uint32_t variant
     assert_int_equal(s->closed, 1);
     for (uint32_t i = 0; i < variant_count; i++)
         assert_int_equal(variants[i].leases, 0);
+    for (uint32_t i = 0; i < PAYERS; i++)
+        assert_int_equal(s->promised[i], 0);
+    assert_true(s->charged_prompt <= stats.prompt_tokens);
+    assert_true(s->charged_output <= stats.generated_tokens);
     if (s->fake->faults > 0) fail_msg("%s", s->fake->fault);
     if (s->wrong > 0) fail_msg("%u wrong: %s", s->wrong, s->first_wrong);
     bd_engine_destroy(s->engine);
@@ -300,6 +318,11 @@ static void run_random(uint64_t seed, bool prefix_cache, bool decode_delta, bool
         make_client(&s, &s.clients[i], variants, VARIANTS, decode_delta);
     for (uint32_t i = 0; i < CLIENTS && unpolled; i++)
         s.clients[i].arrives_at_turn = 0;
+    const uint32_t payers = fake_below(&s.rng, 2) * fake_below(&s.rng, PAYERS + 1);
+    for (uint32_t i = 0; i < PAYERS; i++)
+        s.payers[i] = (bd_payer){.id = i};
+    for (uint32_t i = 0; i < CLIENTS && payers > 0; i++)
+        s.clients[i].options.payer = &s.payers[fake_below(&s.rng, payers)];
     if (unpolled) options.hooks.next_wake_us = NULL;
     start(&s, &options, &fake);
     wait_over(&s);
@@ -311,6 +334,9 @@ static void run_random(uint64_t seed, bool prefix_cache, bool decode_delta, bool
     for (uint32_t i = 0; i < CLIENTS; i++)
         check_client(&s, &s.clients[i]);
     check_clean(&s, variants, VARIANTS);
+    if (payers > 0) assert_int_equal(s.charged_output, stats.generated_tokens);
+    if (payers > 0 && stats.preemptions == 0)
+        assert_int_equal(s.charged_prompt, stats.prompt_tokens);
     free(s.clients);
 }
 

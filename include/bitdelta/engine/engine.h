@@ -24,6 +24,14 @@ typedef struct bd_call {
     void (*run)(struct bd_call *call, bd_engine *engine);
 } bd_call;
 
+/* Whose account a sequence is on. The sequences of whoever has the least counter come first, those
+ * of the greatest give way first; within one payer by (priority, arrival). The owner keeps the
+ * counter, on bd-sched; the payer lives until the last of its sequences is gone. */
+typedef struct bd_payer {
+    double counter;
+    uint32_t id; /* orders payers of equal counters; different for each */
+} bd_payer;
+
 typedef struct bd_engine_hooks { /* the router's; on bd-sched; each may be NULL */
     void *ctx;
     /* Admit work: bd_engine_add. cache_changed: what bd_cache_poll said in this turn. */
@@ -33,6 +41,12 @@ typedef struct bd_engine_hooks { /* the router's; on bd-sched; each may be NULL 
     /* Once: nothing can be added any more, every sequence has ended. err: BD_E_DEVICE or
      * BD_E_SHUTDOWN. */
     void (*closed)(void *ctx, const bd_error *err);
+    /* Of a sequence with a payer. prompt_tokens: computed for the first time, so neither what was
+     * found in the prefix cache nor what a preemption makes the server do again. promised: how many
+     * more (or, < 0, fewer) of its prompt's tokens will be computed; the sum over a sequence's life
+     * is 0. */
+    void (*charge)(void *ctx, bd_payer *payer, int64_t promised, uint32_t prompt_tokens,
+                   uint32_t output_tokens);
 } bd_engine_hooks;
 
 typedef struct bd_engine_options {
@@ -85,6 +99,7 @@ typedef struct bd_sequence_options {
     int32_t logprobs;        /* -1 none, else alternatives 0..20 */
     int32_t prompt_logprobs; /* -1 none, else alternatives 0..20 */
     int64_t priority;        /* lower first; equal: arrival order */
+    bd_payer *payer;         /* NULL: all such sequences have one that has counted nothing */
     const bd_sequence_sink *sink;
     void *sink_ctx;
 } bd_sequence_options;
@@ -104,7 +119,8 @@ void bd_engine_wake(bd_engine *engine); /* any thread: another turn of the loop 
 bool bd_engine_on_thread(const bd_engine *engine);
 bool bd_engine_lost(const bd_engine *engine); /* any thread: the device is gone */
 
-/* BD_BUSY: seqs_max in the engine or one waiting for KV; ask again in before_step. On anything but
+/* BD_BUSY: seqs_max in the engine, or one waiting for KV whose payer is not behind this one; ask
+ * again in before_step. On anything but
  * BD_OK the lease stays the caller's. KV that runs out later preempts (recompute), never fails.
  * BD_E_LIMIT: could not run even alone. */
 BD_MUST_CHECK bd_status bd_engine_add(bd_engine *engine, const bd_sequence_options *options,

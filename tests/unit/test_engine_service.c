@@ -1,0 +1,287 @@
+/* test_engine_service.c - who comes first when sequences have different payers: for KV, for rows of
+ * a step, for variants of a step; and what the payers are charged. */
+#include "engine_fake.h"
+
+/* The cache, as far as the engine knows it. */
+bool bd_cache_poll(bd_cache *cache, uint64_t now_us) {
+    (void)cache;
+    (void)now_us;
+    return false;
+}
+
+void bd_cache_release(bd_cache *cache, bd_lease *lease, uint64_t now_us) {
+    (void)cache;
+    (void)now_us;
+    assert_true(atomic_fetch_sub(&lease->variant->leases, 1) > 0);
+    memset(lease, 0, sizeof *lease);
+}
+
+enum { CLIENTS_MAX = 16, PROMPT_MAX = 200, PAYERS = 2 };
+
+typedef struct client {
+    struct script *script;
+    bd_sequence_options options;
+    int32_t prompt[PROMPT_MAX];
+    bd_status added;                  /* what bd_engine_add said; asked again while BD_BUSY */
+    bool gone;                        /* added, or never will be */
+    uint32_t after;                   /* only when this client has ended; CLIENTS_MAX: at once */
+    uint32_t refused;                 /* BD_BUSY */
+    uint32_t got, began_at, ended_at; /* places in the order of first tokens and of ends */
+    uint32_t others_at_end;           /* tokens that the other payer's clients had by then */
+} client;
+
+typedef struct script {
+    bd_engine *engine;
+    client clients[CLIENTS_MAX];
+    uint32_t count, began, ended;
+    struct bd_variant variants[4];
+    bd_payer payers[PAYERS];
+    bool counts; /* counters go by what is charged */
+    int64_t promised[PAYERS];
+    uint64_t prompt_tokens[PAYERS], output_tokens[PAYERS];
+    _Atomic bool over;
+    fake_device fake;
+    bd_engine_options options;
+} script;
+
+static bool on_token(void *ctx, const bd_token_result *token) {
+    client *c = ctx;
+    (void)token;
+    if (c->got++ == 0) c->began_at = ++c->script->began;
+    return true;
+}
+
+static void on_end(void *ctx, bd_finish finish, int32_t stop_id, const bd_error *err) {
+    client *c = ctx;
+    script *s = c->script;
+    (void)stop_id;
+    (void)err;
+    if (finish != BD_FINISH_LENGTH) fake_fault(&s->fake, "finish", (uint64_t)finish, 0);
+    for (uint32_t i = 0; i < s->count; i++)
+        if (s->clients[i].options.payer != c->options.payer) c->others_at_end += s->clients[i].got;
+    c->ended_at = ++s->ended;
+    if (s->ended == s->count) atomic_store(&s->over, true);
+}
+
+static const bd_sequence_sink sink = {.token = on_token, .end = on_end};
+
+static void before_step(void *ctx, uint64_t now_us, bool cache_changed) {
+    script *s = ctx;
+    (void)now_us;
+    (void)cache_changed;
+    for (uint32_t i = 0; i < s->count; i++) {
+        client *c = &s->clients[i];
+        bd_sequence *sequence;
+        bd_error err;
+        if (c->gone || (c->after < CLIENTS_MAX && s->clients[c->after].ended_at == 0)) continue;
+        struct bd_variant *variant = c->options.lease.variant;
+        if (variant) atomic_fetch_add(&variant->leases, 1);
+        c->added = bd_engine_add(s->engine, &c->options, &sequence, &err);
+        if (variant && c->added != BD_OK) atomic_fetch_sub(&variant->leases, 1);
+        if (c->added == BD_BUSY)
+            c->refused++;
+        else
+            c->gone = true;
+    }
+}
+
+static void on_charge(void *ctx, bd_payer *payer, int64_t promised, uint32_t prompt_tokens,
+                      uint32_t output_tokens) {
+    script *s = ctx;
+    const size_t at = (size_t)(payer - s->payers);
+    s->promised[at] += promised;
+    if (s->promised[at] < 0) fake_fault(&s->fake, "promised", at, prompt_tokens);
+    s->prompt_tokens[at] += prompt_tokens;
+    s->output_tokens[at] += output_tokens;
+    if (s->counts) payer->counter += prompt_tokens + 2.0 * output_tokens;
+}
+
+static void set_up(script *s, uint32_t block_count) {
+    memset(s, 0, sizeof *s);
+    s->options =
+        (bd_engine_options){.cache = (bd_cache *)s, /* not NULL, never looked into */
+                            .rows_max = 64,
+                            .prefill_chunk_tokens = 8,
+                            .seqs_max = 12,
+                            .variants_per_step_max = 4,
+                            .logits_rows_max = 16,
+                            .decode_delta = true,
+                            .hooks = {.ctx = s, .before_step = before_step, .charge = on_charge}};
+    fake_device_init(&s->fake, &s->options, block_count, 4, 1);
+    for (uint32_t i = 0; i < PAYERS; i++)
+        s->payers[i].id = i;
+    for (uint32_t i = 0; i < 4; i++) {
+        uint64_t word = i + 1;
+        memcpy(s->variants[i].overlay.digest, &word, sizeof word);
+    }
+}
+
+/* variant 0: the base */
+static client *add(script *s, uint32_t payer, uint32_t variant, uint32_t prompt, uint32_t output) {
+    client *c = &s->clients[s->count];
+    c->script = s;
+    c->after = CLIENTS_MAX;
+    for (uint32_t i = 0; i < prompt; i++)
+        c->prompt[i] = (int32_t)(fake_mix(s->count * 1000 + i) % FAKE_VOCAB);
+    c->options = (bd_sequence_options){.prompt = c->prompt,
+                                       .prompt_tokens = prompt,
+                                       .max_new_tokens = output,
+                                       .tenant = payer,
+                                       .payer = &s->payers[payer],
+                                       .sampling = {.temperature = 1.0f, .top_p = 1.0f},
+                                       .logprobs = -1,
+                                       .prompt_logprobs = -1,
+                                       .sink = &sink,
+                                       .sink_ctx = c};
+    if (variant > 0)
+        c->options.lease =
+            (bd_lease){&s->variants[variant - 1], &s->variants[variant - 1].overlay, NULL};
+    s->count++;
+    return c;
+}
+
+static void run(script *s, bd_engine_stats *stats) {
+    bd_error err;
+    assert_int_equal(bd_engine_create_on(&s->options, &s->fake.device, &s->engine, &err), BD_OK);
+    s->fake.engine = s->engine;
+    assert_int_equal(bd_engine_start(s->engine, &err), BD_OK);
+    for (uint32_t i = 0; i < 60000 && !atomic_load(&s->over); i++)
+        fake_sleep_us(1000);
+    assert_true(atomic_load(&s->over));
+    bd_engine_stop(s->engine);
+    bd_engine_stats_get(s->engine, stats);
+    bd_engine_destroy(s->engine);
+    if (s->fake.faults > 0) fail_msg("%s", s->fake.fault);
+    for (uint32_t i = 0; i < PAYERS; i++)
+        assert_int_equal(s->promised[i], 0);
+    fake_device_deinit(&s->fake);
+}
+
+/* Two grow in KV for one and a half: the one that was served more gives way, old as it is. */
+static void test_gives_way(void **state) {
+    (void)state;
+    for (uint32_t served = 0; served < PAYERS; served++) {
+        script s;
+        bd_engine_stats stats;
+        set_up(&s, 15);
+        s.payers[served].counter = 1000.0;
+        add(&s, 0, 0, 8, 32);
+        add(&s, 1, 0, 8, 32);
+        run(&s, &stats);
+        assert_true(stats.preemptions > 0);
+        assert_int_equal(s.clients[served].ended_at, 2);
+        /* What is computed a second time is charged once. */
+        assert_true(stats.prompt_tokens > 16);
+        for (uint32_t i = 0; i < PAYERS; i++) {
+            assert_int_equal(s.prompt_tokens[i], 8);
+            assert_int_equal(s.output_tokens[i], 32);
+        }
+    }
+}
+
+/* Prompts of 200 in steps of 8 rows: first all of the least served, priority or not; within a payer
+ * by priority, then as they came. */
+static void test_rows(void **state) {
+    (void)state;
+    script s;
+    bd_engine_stats stats;
+    set_up(&s, 400);
+    s.options.rows_max = s.options.logits_rows_max = 8;
+    s.payers[0].counter = 7.0;
+    add(&s, 0, 0, 200, 1)->options.priority = -5;
+    add(&s, 1, 0, 200, 1);
+    add(&s, 1, 0, 200, 1);
+    add(&s, 1, 0, 200, 1)->options.priority = -1;
+    add(&s, 0, 0, 200, 1)->options.priority = -6;
+    run(&s, &stats);
+    static const uint32_t order[] = {5, 2, 3, 1, 4};
+    for (uint32_t i = 0; i < s.count; i++)
+        assert_int_equal(s.clients[i].began_at, order[i]);
+}
+
+/* Equal counters: never a mixture by priority, whoever has them. */
+static void test_equal(void **state) {
+    (void)state;
+    script s;
+    bd_engine_stats stats;
+    set_up(&s, 400);
+    s.options.rows_max = s.options.logits_rows_max = 8;
+    add(&s, 1, 0, 100, 1)->options.priority = -5;
+    add(&s, 0, 0, 100, 1)->options.priority = 5;
+    add(&s, 1, 0, 100, 1)->options.priority = -7;
+    add(&s, 0, 0, 100, 1);
+    run(&s, &stats);
+    static const uint32_t order[] = {4, 2, 3, 1};
+    for (uint32_t i = 0; i < s.count; i++)
+        assert_int_equal(s.clients[i].began_at, order[i]);
+}
+
+/* One variant a step, three payers' variants against one: by tokens, not by variants. */
+static void test_variants(void **state) {
+    (void)state;
+    script s;
+    bd_engine_stats stats;
+    set_up(&s, 400);
+    s.options.variants_per_step_max = 1;
+    s.counts = true;
+    for (uint32_t i = 0; i < 3; i++)
+        add(&s, 0, 1 + i, 4, 60);
+    client *single = add(&s, 1, 4, 4, 60);
+    run(&s, &stats);
+    assert_in_range(single->others_at_end, 50, 62); /* the prompts count too: 8 tokens more */
+    assert_int_equal(s.output_tokens[0], 180);
+    assert_int_equal(s.output_tokens[1], 60);
+}
+
+/* Who waits for KV is passed by one whose payer was served less, and by nobody else. */
+static void test_passes(void **state) {
+    (void)state;
+    script s;
+    bd_engine_stats stats;
+    set_up(&s, 20);
+    s.payers[0].counter = 10.0;
+    add(&s, 0, 0, 60, 10);                 /* runs: 15 to 18 of 20 blocks */
+    client *waits = add(&s, 0, 0, 40, 10); /* in the engine, waits for KV */
+    client *later = add(&s, 0, 0, 4, 1);   /* BD_BUSY for now */
+    client *first = add(&s, 1, 0, 60, 10); /* waits too, before that one */
+    client *second = add(&s, 1, 0, 4, 1);  /* BD_BUSY: its own payer's waits */
+    run(&s, &stats);
+    assert_int_equal(stats.preemptions, 0);
+    assert_int_equal(waits->refused, 0);
+    assert_int_equal(first->refused, 0);
+    assert_true(later->refused > 0 && second->refused > 0);
+    assert_true(first->began_at < waits->began_at);
+}
+
+/* What the prefix cache has nobody pays for; who asks for log-probabilities has it computed. */
+static void test_cached(void **state) {
+    (void)state;
+    script s;
+    bd_engine_stats stats;
+    set_up(&s, 400);
+    s.options.prefix_cache = true;
+    add(&s, 0, 0, 41, 5);
+    client *again = add(&s, 0, 0, 41, 5), *other = add(&s, 1, 0, 41, 5);
+    again->after = other->after = 0;
+    memcpy(again->prompt, s.clients[0].prompt, sizeof again->prompt);
+    memcpy(other->prompt, s.clients[0].prompt, sizeof other->prompt);
+    client *reports = add(&s, 1, 0, 41, 0);
+    memcpy(reports->prompt, s.clients[0].prompt, sizeof reports->prompt);
+    reports->options.prompt_logprobs = 0;
+    reports->after = 2;
+    run(&s, &stats);
+    assert_int_equal(s.prompt_tokens[0], 41 + 1);
+    assert_int_equal(s.prompt_tokens[1], 41 + 40); /* of the last prompt token nothing is asked */
+    assert_int_equal(s.output_tokens[0], 10);
+    assert_int_equal(s.output_tokens[1], 5);
+    assert_int_equal(stats.prefix_hit_tokens, 40);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_gives_way), cmocka_unit_test(test_rows),
+        cmocka_unit_test(test_equal),     cmocka_unit_test(test_variants),
+        cmocka_unit_test(test_passes),    cmocka_unit_test(test_cached),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
