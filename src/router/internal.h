@@ -10,6 +10,7 @@
 #include <stdatomic.h>
 
 #include "bitdelta/base/map.h"
+#include "bitdelta/router/fair.h"
 #include "bitdelta/router/router.h"
 
 #define BD_ROUTER_ASK_AGAIN_US                                                                     \
@@ -60,8 +61,8 @@ typedef struct bd_router_queue { /* one per served name, the base included */
     bd_cache_waiter waiter;
     bd_lease_state lease_state; /* the lease for the next sequence */
     bd_lease lease;
-    bd_job *first, *last;                /* jobs with choices that are not in the engine yet */
-    struct bd_router_queue *prev, *next; /* in router->active while first is not NULL */
+    struct bd_router_line *lines;        /* jobs with choices that are not in the engine yet */
+    struct bd_router_queue *prev, *next; /* in router->active while there are lines */
     bool active;
     bool paused;         /* gives way so that a colder variant gets its pages */
     uint64_t refused_us; /* since when the cache has no pages for it; 0: it has not said so */
@@ -69,11 +70,34 @@ typedef struct bd_router_queue { /* one per served name, the base included */
     bd_router_series series;
 } bd_router_queue;
 
+/* A tenant's jobs for one variant that have choices which are not in the engine yet; never empty.
+ * In the order of (priority, arrival). */
+typedef struct bd_router_line {
+    bd_router_queue *queue;
+    struct bd_router_account *account;
+    bd_job *first, *last;
+    struct bd_router_line *prev, *next;                   /* in account */
+    struct bd_router_line *prev_of_queue, *next_of_queue; /* in queue->lines */
+} bd_router_line;
+
+typedef struct bd_router_account { /* of a tenant, from its first request on; id 0: everyone */
+    bd_fair_flow flow;             /* first member */
+    struct bd_router_account *next;
+    bd_router_line *first, *last, *cursor; /* the cursor goes round and round */
+    uint32_t line_count;
+    uint32_t ranked;     /* jobs in lines whose priority is not 0 */
+    uint64_t blocked_us; /* since when nothing of it could start; 0: something could */
+    char name[BD_TENANT_NAME_MAX + 1]; /* "": everyone */
+    _Atomic double shown_counter, shown_service;
+    _Atomic uint64_t shown_loads;
+} bd_router_account;
+
 typedef struct bd_router_choice {
     bd_job *job;
     bd_sequence *sequence; /* NULL: not in the engine */
     uint32_t index;
     uint64_t last_token_us;
+    bool early; /* its variant was still loading when it went to the engine */
 } bd_router_choice;
 
 /* One change of the registry: before goes, after comes; either may be NULL. */
@@ -132,7 +156,15 @@ struct bd_router {
     bd_router_queue *retired_first;
     bd_load_wait *loads_first;
     uint32_t loads_asking;
-    bd_router_queue *active_first, *active_last, *cursor;
+    bd_router_queue *active_first, *active_last;
+    bd_fair *fair;
+    bd_map *accounts;              /* by id of the tenant */
+    bd_map *lines;                 /* by queue and account */
+    pthread_mutex_t accounts_lock; /* for the list's sake: metrics walk it */
+    bd_router_account *accounts_first;
+    double ask_limit; /* accounts behind it start no loads in this turn */
+    uint32_t running; /* choices in the engine, but for those that went there early */
+    bd_metric *held, *idle;
     uint32_t refused_count;    /* active queues with refused_us != 0 */
     bd_router_queue *squeezer; /* the cold variant that others give way to */
     uint64_t squeeze_check_us, squeeze_next_us;
@@ -146,8 +178,18 @@ static inline bd_router_queue *bd_queue_of(const bd_served *served) {
     return served->internal;
 }
 
+/* account.c: bd-sched only, but create and destroy */
+bd_status bd_accounts_create(bd_router *router, bd_error *err);
+void bd_accounts_destroy(bd_router *router);
+/* BD_E_MEMORY: nothing was done. */
+BD_MUST_CHECK bd_status bd_line_append(bd_router_queue *queue, bd_job *job);
+void bd_line_remove(bd_job *job, uint32_t choices_left);
+void bd_router_charge(void *ctx, bd_payer *payer, int64_t promised, uint32_t prompt_tokens,
+                      uint32_t output_tokens);
+void bd_account_charge_load(bd_router *router, bd_router_account *account, uint64_t bytes);
+
 /* queue.c: bd-sched only */
-void bd_queue_append(bd_router_queue *queue, bd_job *job);
+BD_MUST_CHECK bd_status bd_queue_append(bd_router_queue *queue, bd_job *job);
 void bd_queue_remove(bd_router_queue *queue, bd_job *job);
 void bd_queue_drop_lease(bd_router_queue *queue,
                          uint64_t now_us); /* back to NONE, whatever it was */

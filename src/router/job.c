@@ -117,6 +117,7 @@ static void on_end(void *ctx, bd_finish finish, int32_t stop_id, const bd_error 
     if (series->ready) bd_metric_add(series->finished[kinds[finish]], 1.0);
     choice->sequence = NULL;
     in->live--;
+    if (!choice->early) in->router->running--;
     if (finish == BD_FINISH_ERROR)
         set_failed(job, err->status, err, 0);
     else if (!in->failed && job->sink->end)
@@ -131,7 +132,8 @@ bd_status bd_job_start_choice(bd_job *job, bd_router_queue *queue, uint64_t now_
     bd_router_choice *choice = &in->choices[in->added];
     const bd_prompt *prompt = &job->prompts[in->added / job->choices_per_prompt];
     bd_sequence_options options = job->params;
-    *choice = (bd_router_choice){.job = job, .index = in->added};
+    *choice =
+        (bd_router_choice){.job = job, .index = in->added, .early = queue->lease.load != NULL};
     options.prompt = prompt->ids;
     options.prompt_tokens = prompt->count;
     options.lease = queue->lease;
@@ -139,6 +141,7 @@ bd_status bd_job_start_choice(bd_job *job, bd_router_queue *queue, uint64_t now_
     options.sampling.choice = in->added % job->choices_per_prompt;
     options.sink = &sequence_sink;
     options.sink_ctx = choice;
+    options.payer = &in->line->account->flow.payer;
     bd_status status =
         bd_engine_add(queue->router->options.engine, &options, &choice->sequence, err);
     if (status != BD_OK) return status;
@@ -149,6 +152,7 @@ bd_status bd_job_start_choice(bd_job *job, bd_router_queue *queue, uint64_t now_
     }
     in->added++;
     in->live++;
+    if (!choice->early) in->router->running++;
     return BD_OK;
 }
 
@@ -171,6 +175,8 @@ static void run_submit(bd_call *call, bd_engine *engine) {
     } else if (!in->choices) {
         status =
             bd_fail(&err, BD_E_MEMORY, "request", "out of memory for %u choices", in->choice_count);
+    } else if (bd_queue_append(queue, job) != BD_OK) {
+        status = bd_fail(&err, BD_E_MEMORY, "request", "out of memory for a place in the queue");
     }
     if (status != BD_OK) {
         atomic_fetch_sub(&router->reserved, in->choice_count);
@@ -179,7 +185,6 @@ static void run_submit(bd_call *call, bd_engine *engine) {
     }
     if (queue->served.variant)
         bd_cache_touch(router->options.cache, queue->served.variant, bd_now_us());
-    bd_queue_append(queue, job);
 }
 
 void bd_router_submit(bd_router *router, bd_job *job) {

@@ -1,7 +1,12 @@
-/* queue.c - from queues to the engine: one lease and one sequence at a time, round and round over
- * the variants, so that no variant's backlog delays another's first request. bd-sched only. */
+/* queue.c - from queues to the engine, one lease and one sequence at a time: the tenant next by its
+ * virtual counter, of its variants round and round, so that no variant's backlog delays another's
+ * first request. bd-sched only. */
+#include <math.h>
+
 #include "bitdelta/base/clock.h"
 #include "internal.h"
+
+enum { ASK_ACCOUNTS_MAX = 256 }; /* in one turn */
 
 /* ---- The ring of queues with work ---- */
 
@@ -28,7 +33,6 @@ static void deactivate(bd_router_queue *queue) {
     bd_router *router = queue->router;
     if (!queue->active) return;
     queue->active = false;
-    if (router->cursor == queue) router->cursor = queue->next;
     if (queue->prev)
         queue->prev->next = queue->next;
     else
@@ -42,37 +46,24 @@ static void deactivate(bd_router_queue *queue) {
     if (router->squeezer == queue) bd_squeeze_end(router);
 }
 
-void bd_queue_append(bd_router_queue *queue, bd_job *job) {
-    bd_job_internal *in = &job->internal;
-    in->queued = true;
-    in->prev = queue->last;
-    in->next = NULL;
-    if (queue->last)
-        queue->last->internal.next = job;
-    else
-        queue->first = job;
-    queue->last = job;
-    queue->router->queued += in->choice_count;
+bd_status bd_queue_append(bd_router_queue *queue, bd_job *job) {
+    bd_status status = bd_line_append(queue, job);
+    if (status != BD_OK) return status;
+    job->internal.queued = true;
+    queue->router->queued += job->internal.choice_count;
     activate(queue);
+    return BD_OK;
 }
 
 void bd_queue_remove(bd_router_queue *queue, bd_job *job) {
     bd_job_internal *in = &job->internal;
     BD_ASSERT(in->queued);
     in->queued = false;
-    if (in->prev)
-        in->prev->internal.next = in->next;
-    else
-        queue->first = in->next;
-    if (in->next)
-        in->next->internal.prev = in->prev;
-    else
-        queue->last = in->prev;
-    in->prev = in->next = NULL;
     uint32_t left = in->choice_count - in->added;
+    bd_line_remove(job, left);
     queue->router->queued -= left;
     atomic_fetch_sub(&queue->router->reserved, left);
-    if (queue->first) return;
+    if (queue->lines) return;
     bd_queue_drop_lease(queue, bd_now_us());
     deactivate(queue);
 }
@@ -90,8 +81,8 @@ void bd_queue_drop_lease(bd_router_queue *queue, uint64_t now_us) {
 
 static void fail_all(bd_router_queue *queue, bd_status status, const bd_error *err,
                      uint32_t retry_after_s) {
-    while (queue->first)
-        bd_job_fail(queue->first, status, err, retry_after_s);
+    while (queue->lines)
+        bd_job_fail(queue->lines->first, status, err, retry_after_s);
 }
 
 /* The variant's load failed, or it is gone. */
@@ -114,7 +105,7 @@ static void on_ready(bd_cache_waiter *waiter, bd_status status, const bd_lease *
     }
     queue->lease = *lease;
     queue->lease_state = BD_LEASE_HELD;
-    BD_ASSERT(queue->first); /* an empty queue waits for nothing */
+    BD_ASSERT(queue->lines); /* an empty queue waits for nothing */
 }
 
 /* While somebody is squeezed for pages, only what is resident or under way may be leased: freed
@@ -129,9 +120,33 @@ static bool may_ask(const bd_router_queue *queue, uint64_t now_us, bool cache_ch
     return info.state != BD_VARIANT_ABSENT;
 }
 
-static void ask_lease(bd_router_queue *queue, uint64_t now_us, bool cache_changed) {
+/* Only a tenant that is not far ahead of the others may have a variant loaded, but for the one that
+ * others made room for already. */
+static bool may_load(const bd_router_queue *queue, const bd_router_account *account) {
+    const bd_router *router = queue->router;
+    return router->squeezer == queue ||
+           bd_fair_key(router->fair, &account->flow) <= router->ask_limit;
+}
+
+static bd_status acquire(bd_router_queue *queue, bd_router_account *account,
+                         const bd_variant_info *before, uint64_t now_us, bd_error *err) {
     bd_router *router = queue->router;
-    if (queue->lease_state != BD_LEASE_NONE || !queue->first) return;
+    queue->waiter.ready = on_ready;
+    queue->ask_us = now_us + BD_ROUTER_ASK_AGAIN_US;
+    bd_status status = bd_cache_acquire(router->options.cache, queue->served.variant, now_us,
+                                        &queue->lease, &queue->waiter, err);
+    /* Whose job began the load is charged for it, at once and alone, whoever else gets to use it.
+     */
+    bool cold = before->state == BD_VARIANT_ABSENT || before->state == BD_VARIANT_FAILED;
+    if (cold && status == BD_AGAIN) bd_account_charge_load(router, account, before->file_bytes);
+    return status;
+}
+
+/* For a job of this account. */
+static void ask_lease(bd_router_queue *queue, bd_router_account *account, uint64_t now_us,
+                      bool cache_changed) {
+    bd_router *router = queue->router;
+    if (queue->lease_state != BD_LEASE_NONE || !queue->lines) return;
     if (queue->served.is_base) {
         queue->lease = (bd_lease){0};
         queue->lease_state = BD_LEASE_HELD;
@@ -139,10 +154,10 @@ static void ask_lease(bd_router_queue *queue, uint64_t now_us, bool cache_change
     }
     if (!may_ask(queue, now_us, cache_changed)) return;
     bd_error err;
-    queue->waiter.ready = on_ready;
-    bd_status status = bd_cache_acquire(router->options.cache, queue->served.variant, now_us,
-                                        &queue->lease, &queue->waiter, &err);
-    queue->ask_us = now_us + BD_ROUTER_ASK_AGAIN_US;
+    bd_variant_info info;
+    bd_cache_info(router->options.cache, queue->served.variant, now_us, &info);
+    if (info.state == BD_VARIANT_ABSENT && !may_load(queue, account)) return;
+    bd_status status = acquire(queue, account, &info, now_us, &err);
     if (status == BD_BUSY) {
         if (queue->refused_us == 0) set_refused(queue, now_us);
         return;
@@ -157,20 +172,52 @@ static void ask_lease(bd_router_queue *queue, uint64_t now_us, bool cache_change
         fail_variant(queue, &err, now_us);
 }
 
-static void ask_all(bd_router *router, uint64_t now_us, bool cache_changed) {
-    if (router->squeezer) ask_lease(router->squeezer, now_us, cache_changed);
-    bd_router_queue *next;
-    for (bd_router_queue *q = router->active_first; q; q = next) {
-        next = q->next;
-        ask_lease(q, now_us, cache_changed);
+static void ask_account(bd_router_account *account, uint64_t now_us, bool cache_changed) {
+    bd_router_line *next;
+    for (bd_router_line *line = account->first; line; line = next) {
+        next = line->next; /* a refusal takes away this line alone */
+        ask_lease(line->queue, account, now_us, cache_changed);
     }
+}
+
+static bd_router_account *account_of(bd_fair_flow *flow) {
+    return (bd_router_account *)(void *)flow; /* first member */
+}
+
+/* An account that waits for pages or a load holds back those that are too far ahead of it, but not
+ * longer than a cold variant may wait at most: a load that hangs is no reason to do nothing. */
+static double limit_of(const bd_router *router, const bd_router_account *account, uint64_t now_us) {
+    bool hangs = account->blocked_us != 0 &&
+                 now_us - account->blocked_us >= router->options.cold_wait_max_us;
+    if (hangs) return HUGE_VAL;
+    return bd_fair_key(router->fair, &account->flow) + router->options.residency_bound;
+}
+
+/* Leases and loads are asked for in the order in which their jobs will start, ahead of it. */
+static void ask_all(bd_router *router, uint64_t now_us, bool cache_changed) {
+    bd_fair_flow *flow = bd_fair_first(router->fair);
+    bool alone = bd_fair_waiting(router->fair) < 2;
+    router->ask_limit = alone ? HUGE_VAL : limit_of(router, account_of(flow), now_us);
+    if (router->squeezer)
+        ask_lease(router->squeezer, router->squeezer->lines->account, now_us, cache_changed);
+    for (uint32_t n = 0; n < ASK_ACCOUNTS_MAX && (flow = bd_fair_first(router->fair)); n++) {
+        if (bd_fair_key(router->fair, flow) > router->ask_limit) break;
+        ask_account(account_of(flow), now_us, cache_changed);
+        if (flow->waiting > 0) bd_fair_set_aside(router->fair, flow);
+    }
+    bd_fair_take_back(router->fair);
 }
 
 /* ---- Into the engine ---- */
 
-/* One choice of the queue's first job. BD_BUSY: the engine is full. */
-static bd_status start_one(bd_router_queue *queue, uint64_t now_us) {
-    bd_job *job = queue->first;
+typedef enum start { STARTED, NOTHING, ENGINE_FULL } start;
+
+/* One choice of the line's first job. BD_BUSY: the engine is full. */
+static bd_status start_one(bd_router_line *line, uint64_t now_us) {
+    bd_router_queue *queue = line->queue;
+    bd_router_account *account = line->account;
+    bd_router *router = queue->router;
+    bd_job *job = line->first;
     bd_error err;
     bd_status status = bd_job_start_choice(job, queue, now_us, &err);
     if (status == BD_BUSY) return BD_BUSY;
@@ -179,31 +226,84 @@ static bd_status start_one(bd_router_queue *queue, uint64_t now_us) {
         return BD_OK;
     }
     queue->lease_state = BD_LEASE_NONE; /* the sequence has it now */
-    queue->router->queued--;
-    queue->router->started++;
-    atomic_fetch_sub(&queue->router->reserved, 1);
+    router->queued--;
+    router->started++;
+    atomic_fetch_sub(&router->reserved, 1);
+    bd_fair_leave(router->fair, &account->flow, 1);
     if (job->internal.added == job->internal.choice_count)
         bd_queue_remove(queue, job);
     else
-        ask_lease(queue, now_us, true);
+        ask_lease(queue, account, now_us, true);
     return BD_OK;
 }
 
-/* One round from the cursor; false: nothing could be started. */
-static bool start_round(bd_router *router, uint64_t now_us) {
-    bool progress = false;
-    if (!router->cursor) router->cursor = router->active_first;
-    while (router->cursor) {
-        bd_router_queue *queue = router->cursor;
-        ask_lease(queue, now_us, false);
-        /* A refused variant may have lost all its jobs, and its place in the ring with them. */
-        if (queue->first && queue->lease_state == BD_LEASE_HELD) {
-            if (start_one(queue, now_us) == BD_BUSY) return false;
-            progress = true;
-        }
-        if (router->cursor == queue) router->cursor = queue->next;
+/* The line whose turn it is: from the cursor on the first whose variant is there, unless one that
+ * is there has a job of lower priority. */
+static bd_router_line *next_line(bd_router_account *account, uint64_t now_us) {
+    bd_router_line *best = NULL;
+    for (uint32_t n = account->line_count; n > 0 && account->first; n--) {
+        bd_router_line *line = account->cursor ? account->cursor : account->first;
+        bd_router_queue *queue = line->queue;
+        account->cursor = line->next;
+        ask_lease(queue, account, now_us, false);
+        /* A refused variant may have lost all its jobs, and the line is gone with them. */
+        if (!queue->lines || queue->lease_state != BD_LEASE_HELD) continue;
+        if (!best || line->first->params.priority < best->first->params.priority) best = line;
+        if (account->ranked == 0) break;
     }
-    return progress;
+    return best;
+}
+
+static start start_from(bd_router_account *account, uint64_t now_us) {
+    bd_router_line *line = next_line(account, now_us);
+    if (!line) return NOTHING;
+    account->cursor = line;
+    bd_router_line *after = line->next;
+    if (start_one(line, now_us) == BD_BUSY) return ENGINE_FULL;
+    if (account->cursor == line) account->cursor = after;
+    account->blocked_us = 0;
+    return STARTED;
+}
+
+/* While somebody needs pages, those who may not start anyway do not keep theirs. */
+static void drop_leases_beyond(bd_router *router, double limit, uint64_t now_us) {
+    for (bd_router_queue *q = router->active_first; q; q = q->next) {
+        bool wanted = q->served.is_base || q->lease_state != BD_LEASE_HELD;
+        for (const bd_router_line *l = q->lines; l && !wanted; l = l->next_of_queue)
+            wanted = bd_fair_key(router->fair, &l->account->flow) <= limit;
+        if (!wanted) bd_queue_drop_lease(q, now_us);
+    }
+}
+
+static void note_idle(const bd_router *router) {
+    if (!router->idle || router->running > 0) return;
+    for (const bd_router_queue *q = router->active_first; q; q = q->next)
+        if (q->lease_state == BD_LEASE_HELD && !q->lease.load) {
+            bd_metric_add(router->idle, 1.0);
+            return;
+        }
+}
+
+/* The least served first. Whoever has nothing that could start, for its variants are not resident,
+ * is passed by those that are not too far ahead of it; by others only when nothing runs at all. */
+static void start_all(bd_router *router, uint64_t now_us) {
+    double limit = HUGE_VAL;
+    bool held = false;
+    bd_fair_flow *flow;
+    while (!held && (flow = bd_fair_first(router->fair))) {
+        bd_router_account *account = account_of(flow);
+        held = router->running > 0 && bd_fair_key(router->fair, flow) > limit;
+        if (held) break;
+        start result = start_from(account, now_us);
+        if (result == ENGINE_FULL) break;
+        if (result == STARTED || flow->waiting == 0) continue;
+        if (account->blocked_us == 0) account->blocked_us = now_us;
+        if (isinf(limit)) limit = limit_of(router, account, now_us);
+        bd_fair_set_aside(router->fair, flow);
+    }
+    bd_fair_take_back(router->fair);
+    if (held && router->held) bd_metric_add(router->held, 1.0);
+    if (held && router->refused_count > 0) drop_leases_beyond(router, limit, now_us);
 }
 
 /* ---- Hooks ---- */
@@ -225,8 +325,8 @@ void bd_router_before_step(void *ctx, uint64_t now_us, bool cache_changed) {
     if (router->active_first) {
         ask_all(router, now_us, cache_changed);
         bd_squeeze_update(router, now_us);
-        while (start_round(router, now_us)) {
-        }
+        start_all(router, now_us);
+        note_idle(router);
     }
     if (!router->waiting) return;
     bd_engine_stats stats;

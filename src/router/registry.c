@@ -122,6 +122,7 @@ bd_status bd_router_create(const bd_router_options *options, bd_router **out, bd
     bd_status status = bd_mailbox_create(&router->changes, 0, false, err);
     router->names = bd_map_create(64);
     if (!router->names) status = bd_fail(err, BD_E_MEMORY, "router", "out of memory for names");
+    if (status == BD_OK) status = bd_accounts_create(router, err);
     if (status == BD_OK) status = add_base(router, err);
     if (status != BD_OK) {
         bd_router_destroy(router);
@@ -140,7 +141,7 @@ void bd_router_destroy(bd_router *router) {
     if (!router) return;
     bd_router_stop(router);
     for (uint32_t i = 0; i < router->queue_count; i++) {
-        BD_ASSERT(!router->queues[i]->first);
+        BD_ASSERT(!router->queues[i]->lines);
         bd_queue_free(router->queues[i]);
     }
     while (router->retired_first) { /* somebody never released it */
@@ -150,6 +151,7 @@ void bd_router_destroy(bd_router *router) {
     }
     bd_scan_refusals_clear(router);
     bd_sources_free(router);
+    bd_accounts_destroy(router);
     free(router->queues);
     bd_map_destroy(router->names);
     bd_mailbox_destroy(router->changes);
@@ -165,7 +167,8 @@ bd_engine_hooks bd_router_hooks(bd_router *router) {
     return (bd_engine_hooks){.ctx = router,
                              .before_step = bd_router_before_step,
                              .next_wake_us = bd_router_next_wake_us,
-                             .closed = bd_router_closed};
+                             .closed = bd_router_closed,
+                             .charge = bd_router_charge};
 }
 
 /* ---- Holders ---- */
@@ -176,7 +179,7 @@ static void run_retire(bd_call *call, bd_engine *engine) {
         (bd_router_queue *)(void *)((char *)call - offsetof(bd_router_queue, retire_call));
     bd_router *router = queue->router;
     (void)engine;
-    BD_ASSERT(queue->retired && !queue->first && queue->lease_state == BD_LEASE_NONE);
+    BD_ASSERT(queue->retired && !queue->lines && queue->lease_state == BD_LEASE_NONE);
     if (queue->prev_retired)
         queue->prev_retired->next_retired = queue->next_retired;
     else

@@ -7,6 +7,8 @@
 #include "bitdelta/router/router.h"
 #include "engine_fake.h"
 
+enum { FAKE_FILE_BYTES = 3000 }; /* of every variant */
+
 /* A model as far as the registry knows it. */
 struct bd_model {
     bd_model_config config;
@@ -210,6 +212,7 @@ void bd_cache_info(const bd_cache *cache, const bd_variant *variant, uint64_t no
     (void)now_us;
     *out = (bd_variant_info){.name = variant->name,
                              .state = variant->state,
+                             .file_bytes = FAKE_FILE_BYTES,
                              .references = (uint32_t)variant->leases,
                              .pinned = variant->pinned,
                              .rate_per_s = variant->rate,

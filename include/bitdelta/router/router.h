@@ -9,6 +9,7 @@
 #define BITDELTA_ROUTER_ROUTER_H
 
 #include "bitdelta/engine/engine.h"
+#include "bitdelta/router/fair.h"
 #include "bitdelta/router/tenants.h"
 #include "bitdelta/tokenizer/tokenizer.h"
 
@@ -61,7 +62,8 @@ typedef struct bd_job_internal {
     bd_call submit_call, cancel_call;
     _Atomic uint32_t cancel_state;
     bd_router *router;
-    struct bd_job *prev, *next; /* in the queue of its variant */
+    struct bd_job *prev, *next;  /* in line */
+    struct bd_router_line *line; /* of its tenant and variant; NULL: not queued */
     struct bd_router_choice *choices;
     uint32_t choice_count, added, live;
     bool queued, failed, over;
@@ -95,6 +97,10 @@ typedef struct bd_router_options {
     const bd_tokenizer *tokenizer;
     uint32_t queue_max;        /* choices waiting over all variants; 0: no bound */
     uint32_t cold_wait_max_us; /* bounded waiting of a cold variant before it gets the next pages */
+    bd_fair_options fair;      /* costs of what tenants are charged for */
+    /* How far a tenant may get ahead of the least served one that waits for a variant which is not
+     * resident, in units of cost by weight. */
+    double residency_bound;
     uint32_t slots; /* one-plane variants that fit at once, for messages about pins; 0: unknown */
     bd_metrics *metrics;
 } bd_router_options;
@@ -143,6 +149,9 @@ void bd_router_submit(bd_router *router, bd_job *job);
 void bd_router_cancel(bd_router *router, bd_job *job);
 void bd_router_drain(bd_router *router);      /* any thread: refuse new work from now on */
 bool bd_router_idle(const bd_router *router); /* any thread: nothing reserved, queued or running */
+
+/* Any thread: what the tenants were served, as Prometheus text, label tenant. */
+void bd_router_write_fairness(bd_router *router, bd_strbuf *out);
 
 typedef struct bd_router_info {
     bd_variant_info cache; /* .name and .failure point into this struct */
