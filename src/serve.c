@@ -264,6 +264,10 @@ static bd_status open_engine(server *s, bd_error *err) {
                                       .tokenizer = s->tokenizer,
                                       .queue_max = o->max_queue,
                                       .cold_wait_max_us = COLD_WAIT_US,
+                                      .fair = {.prompt_cost = o->fair_input_weight,
+                                               .output_cost = o->fair_output_weight,
+                                               .load_bytes_per_unit = (double)o->fair_load_bytes},
+                                      .residency_bound = o->fair_residency_bound,
                                       .slots = s->slots,
                                       .metrics = s->metrics};
     bd_status status = bd_router_create(&router, &s->router, err);

@@ -519,6 +519,45 @@ static const option_row k_rows[] = {
      .help = "apply the delta while decoding; false: in the prompt only",
      .at = {AT_SERVE(decode_delta)}},
 
+    /* --- serve: shares of tenants --- */
+    {.flag = "fair-input-weight",
+     .key = "fair_input_weight",
+     .type = OPTION_DOUBLE,
+     .placeholder = "X",
+     .max = 1000000,
+     .fallback = "1",
+     .help = "what a computed prompt token counts in a tenant's service; what the prefix cache has "
+             "counts nothing",
+     .at = {AT_SERVE(fair_input_weight)}},
+    {.flag = "fair-output-weight",
+     .key = "fair_output_weight",
+     .type = OPTION_DOUBLE,
+     .placeholder = "X",
+     .max = 1000000,
+     .fallback = "2",
+     .help = "what a generated token counts in a tenant's service",
+     .at = {AT_SERVE(fair_output_weight)}},
+    {.flag = "fair-load-bytes",
+     .key = "fair_load_bytes",
+     .type = OPTION_SIZE,
+     .placeholder = "SIZE",
+     .max = GIB * KIB,
+     .fallback = "1MiB",
+     .help = "so much of a delta, when it has to be loaded, counts 1 in the service of the tenant "
+             "that asked for it; about what the disk reads while the device computes a prompt "
+             "token. 0: loads count nothing",
+     .at = {AT_SERVE(fair_load_bytes)}},
+    {.flag = "fair-residency-bound",
+     .key = "fair_residency_bound",
+     .type = OPTION_DOUBLE,
+     .placeholder = "X",
+     .max = 1000000000,
+     .fallback = "16384",
+     .help = "how far ahead of a less served tenant, in service by weight, another may be and "
+             "still go first while the variant that one waits for is not resident; 0: not at all, "
+             "unless nothing else runs",
+     .at = {AT_SERVE(fair_residency_bound)}},
+
     /* --- serve: HTTP --- */
     {.flag = "max-queue",
      .key = "max_queue",

@@ -71,6 +71,9 @@ static void test_serve_defaults(void **state) {
     assert_int_equal(o->max_seqs, 256);
     assert_int_equal(o->logits_rows_max, 256);
     assert_true(o->decode_delta);
+    assert_true(o->fair_input_weight == 1.0 && o->fair_output_weight == 2.0);
+    assert_int_equal(o->fair_load_bytes, 1 << 20);
+    assert_true(o->fair_residency_bound == 16384.0);
     assert_int_equal(o->max_queue, 1024);
     assert_int_equal(o->max_body_bytes, 32u << 20);
     assert_int_equal(o->max_connections, 10000);

@@ -111,6 +111,9 @@ typedef struct bd_serve_options {
     uint32_t max_seqs;
     uint32_t logits_rows_max;
     bool decode_delta;
+    double fair_input_weight, fair_output_weight; /* what a token counts in a tenant's service */
+    uint64_t fair_load_bytes;                     /* of a load that count 1; 0: none do */
+    double fair_residency_bound;
     uint32_t max_queue;
     uint64_t max_body_bytes;
     uint32_t max_connections;
