@@ -1,11 +1,14 @@
 /* overlay.c - the host structure that tells operators where a variant's bits, scales, norms and
  * biases are. See overlay.h. One allocation holds the overlay and all its tables. */
+#include <nettle/sha2.h>
+#include <nettle/version.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "bitdelta/base/file.h"
 #include "internal.h"
 #include "overlay_internal.h"
+#include "rope.h"
 
 typedef struct overlay_box {
     bd_overlay overlay; /* first: what callers hold */
@@ -121,6 +124,25 @@ static bd_status check_vocab(const overlay_box *box, const char *path, uint32_t 
                    base, extra);
 }
 
+/* Keys and values come of the frequencies too, and the digest says whose they are. A table's index
+ * would not do: it is given to another once its variant is gone. */
+static bd_status digest_rope(bd_overlay *overlay, const bd_rope_config *rope, bd_error *err) {
+    float inv_freq[BD_ROTARY_DIM_MAX / 2], scale;
+    const bd_status s = bd_rope_table(rope, inv_freq, &scale, err);
+    if (s != BD_OK) return s;
+    struct sha256_ctx hash;
+    sha256_init(&hash);
+    sha256_update(&hash, sizeof overlay->digest, overlay->digest);
+    sha256_update(&hash, sizeof scale, (const uint8_t *)&scale);
+    sha256_update(&hash, rope->rotary_dim / 2 * sizeof *inv_freq, (const uint8_t *)inv_freq);
+#if NETTLE_VERSION_MAJOR >= 4
+    sha256_digest(&hash, overlay->digest);
+#else
+    sha256_digest(&hash, sizeof overlay->digest, overlay->digest);
+#endif
+    return BD_OK;
+}
+
 /* What a variant's own config.json changes. */
 static bd_status apply_config(overlay_box *box, const bd_delta *delta, bd_error *err) {
     const bd_model_config *base = &box->model->config;
@@ -144,6 +166,8 @@ static bd_status apply_config(overlay_box *box, const bd_delta *delta, bd_error 
     }
     box->overlay.vocab = own.vocab;
     box->overlay.window_tokens = own.window_tokens;
+    s = digest_rope(&box->overlay, &own.rope, err);
+    if (s != BD_OK) return s;
     s = bd_model_rope_acquire(box->model, &own.rope, &box->overlay.rope_table, err);
     box->rope_held = s == BD_OK;
     return s;

@@ -1,5 +1,5 @@
-/* chat_book.c - chat templates by model directory, read once. A replaced variant has another
- * digest, so its files are read again. Threads: any; the lock is not held while files are read. */
+/* chat_book.c - chat templates by model directory, read once. A replaced variant has other digests,
+ * of its weights or of the files beside them, so its files are read again. Threads: any; the lock is not held while files are read. */
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,7 +12,7 @@ enum { ENTRIES_MAX = 1024 };
 typedef struct book_entry {
     bd_chat *chat;
     char *dir;
-    uint8_t digest[32];
+    uint8_t digest[32], files_digest[32];
     uint32_t users;
     uint64_t used_at; /* the book's clock */
 } book_entry;
@@ -79,6 +79,7 @@ static book_entry *find(bd_chat_book *book, const bd_served *served) {
     for (uint32_t i = 0; i < book->count; i++) {
         book_entry *entry = &book->entries[i];
         if (memcmp(entry->digest, served->digest, sizeof entry->digest) == 0 &&
+            memcmp(entry->files_digest, served->files_digest, sizeof entry->files_digest) == 0 &&
             strcmp(entry->dir, served->dir) == 0)
             return entry;
     }
@@ -114,6 +115,7 @@ static const bd_chat *keep(bd_chat_book *book, const bd_served *served, bd_chat 
     if (!entry && (entry = make_room(book))) {
         *entry = (book_entry){.chat = chat, .dir = dir};
         memcpy(entry->digest, served->digest, sizeof entry->digest);
+        memcpy(entry->files_digest, served->files_digest, sizeof entry->files_digest);
         chat = NULL;
         dir = NULL;
     }

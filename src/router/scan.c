@@ -198,8 +198,10 @@ static void open_all(scan *s) {
 /* The same contents, touched or written again: nothing to replace. */
 static bool is_same(const wanted *item) {
     const bd_router_queue *old = item->old, *fresh = item->fresh;
-    return old && fresh && old->mark.side_files == fresh->mark.side_files &&
+    return old && fresh &&
            memcmp(old->served.digest, fresh->served.digest, sizeof old->served.digest) == 0 &&
+           memcmp(old->served.files_digest, fresh->served.files_digest,
+                  sizeof old->served.files_digest) == 0 &&
            strcmp(old->served.name, fresh->served.name) == 0;
 }
 

@@ -12,6 +12,12 @@
 
 enum { PATH_BYTES = 4096, SIDE_FILE_BYTES_MAX = 512 << 20 };
 
+/* All that is read of a variant beside delta.json and the shards, which delta.json has sums of. */
+static const char *const side_files[] = {"config.json",         "generation_config.json",
+                                         "tokenizer.json",      "tokenizer_config.json",
+                                         "chat_template.jinja", "chat_template.json"};
+enum { SIDE_FILES = sizeof side_files / sizeof side_files[0] };
+
 void bd_queue_take_config(bd_router_queue *queue, const bd_model_config *config) {
     bd_served *served = &queue->served;
     uint32_t limit = bd_model_max_len(queue->router->options.model);
@@ -23,15 +29,12 @@ void bd_queue_take_config(bd_router_queue *queue, const bd_model_config *config)
 
 /* Each file's number and size, then its bytes. */
 void bd_queue_digest_files(bd_router_queue *queue) {
-    static const char *const names[] = {"config.json",         "generation_config.json",
-                                        "tokenizer.json",      "tokenizer_config.json",
-                                        "chat_template.jinja", "chat_template.json"};
     struct sha256_ctx hash;
     sha256_init(&hash);
-    for (uint8_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+    for (uint8_t i = 0; i < SIDE_FILES; i++) {
         char path[PATH_BYTES], *data = NULL;
         size_t bytes = 0;
-        if (bd_path_join(path, sizeof path, queue->dir, names[i], NULL) != BD_OK) continue;
+        if (bd_path_join(path, sizeof path, queue->dir, side_files[i], NULL) != BD_OK) continue;
         if (!bd_file_exists(path)) continue;
         if (bd_file_read(path, SIDE_FILE_BYTES_MAX, &data, &bytes, NULL) != BD_OK) continue;
         sha256_update(&hash, sizeof i, &i);
@@ -67,10 +70,8 @@ static uint64_t mix_file(uint64_t hash, const char *dir, const char *name) {
 }
 
 bd_variant_mark bd_variant_mark_of(const char *dir) {
-    static const char *const side_files[] = {"config.json", "generation_config.json",
-                                             "tokenizer.json"};
     bd_variant_mark mark = {.manifest = mix_file(1, dir, "delta.json"), .side_files = 1};
-    for (size_t i = 0; i < sizeof side_files / sizeof side_files[0]; i++)
+    for (size_t i = 0; i < SIDE_FILES; i++)
         mark.side_files = mix_file(mark.side_files, dir, side_files[i]);
     return mark;
 }

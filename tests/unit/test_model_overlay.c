@@ -258,6 +258,41 @@ static void own_config_changes_rope_and_window(void **state) {
     mr_close(&reference);
 }
 
+/* The same weights under other frequencies give other keys and values: another digest, though the
+ * table has the index of the one before. */
+static void digest_follows_the_frequencies(void **state) {
+    static const double thetas[] = {20000.0, 30000.0, 20000.0};
+    enum { TURNS = sizeof thetas / sizeof thetas[0] };
+    char path[600], dir[256];
+    mr_model reference;
+    ms_variant v = {0};
+    bd_error err = {0};
+    uint8_t digests[TURNS][32];
+    uint64_t random = support_seed();
+    (void)state;
+    arch_path(path, sizeof path, "llama-gqa");
+    mr_open(&reference, path);
+    bd_model *model = open_model(path, 1);
+    mr_make_delta(&reference, &random, 1, &(mr_fault){0}, dir);
+    ms_variant_open(model, dir, 0, 0, &v);
+    assert_memory_equal(v.overlay->digest, v.delta.digest, sizeof v.delta.digest);
+    for (int i = 0; i < TURNS; i++) {
+        bd_overlay *own;
+        write_config(dir, "llama-gqa", "rope_theta", thetas[i]);
+        MS_OK(bd_overlay_create(model, &v.delta, &v.plan, v.pages, &own, &err), err);
+        assert_int_equal(own->rope_table, 1);
+        memcpy(digests[i], own->digest, sizeof digests[i]);
+        bd_overlay_destroy(own);
+    }
+    assert_memory_not_equal(digests[0], digests[1], sizeof digests[0]);
+    assert_memory_not_equal(digests[0], v.delta.digest, sizeof digests[0]);
+    assert_memory_equal(digests[0], digests[2], sizeof digests[0]);
+    ms_variant_close(&v);
+    mr_remove_delta(dir);
+    bd_model_close(model);
+    mr_close(&reference);
+}
+
 /* The page arithmetic that memory is planned with is the one that plans use. */
 static void pages_are_as_planned(void **state) {
     bd_error err = {0};
@@ -303,6 +338,7 @@ int main(void) {
         cmocka_unit_test(value_that_is_not_finite_is_named),
         cmocka_unit_test(feed_refuses_holes),
         cmocka_unit_test(own_config_changes_rope_and_window),
+        cmocka_unit_test(digest_follows_the_frequencies),
         cmocka_unit_test(pages_are_as_planned),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

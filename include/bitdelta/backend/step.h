@@ -61,6 +61,8 @@ typedef struct bd_overlay_rows {
 /* One resident variant. Owner: cache; a layer's part is immutable once ready; borrowed under a
  * lease. */
 typedef struct bd_overlay {
+    /* Of the delta, and of the frequencies where the variant has a config.json: of all that its
+     * keys and values come of, but for the window. */
     uint8_t digest[32];
     uint32_t vocab;      /* ids at and above it are -inf for this variant */
     uint32_t extra_rows; /* rows of extra_embed and of extra_head */

@@ -1,0 +1,126 @@
+"""Files beside a variant's weights that change under a running server, while delta.json stays as it is."""
+
+import json
+import os
+
+import pytest
+import requests
+from conftest import ROOT
+from variants_support import copy_variant, golden_body, goldens, rescan, variants
+
+C = "zen-mini-c"
+BASE_DIR = ROOT / "demo" / "zen-mini"
+USER = [{"role": "user", "content": "Say it."}]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "deltas").mkdir()
+    return copy_variant(C, tmp_path / "deltas" / "c")
+
+
+def base_json(name, **fields):
+    return json.dumps(json.loads((BASE_DIR / name).read_text()) | fields)
+
+
+def tokens_of_text(server):
+    return server.post("/tokenize", {"model": C, "prompt": "int main"}).json()["tokens"]
+
+
+def tokens_of_chat(server):
+    return server.post("/tokenize", {"model": C, "messages": USER, "add_special_tokens": False}).json().get("tokens")
+
+
+def length_of_answer(server):
+    ids, want = goldens(C)[0]
+    body = {"model": C, "prompt": ids, "max_tokens": 6, "temperature": 0}
+    return server.post("/v1/completions", body).json()["usage"]["completion_tokens"]
+
+
+def context(server):
+    return [m["max_model_len"] for m in server.get("/v1/models").json()["data"] if m["id"] == C]
+
+
+def other_tokenizer():
+    """The base's, but with a token of its own for the text."""
+    tokenizer = json.loads((BASE_DIR / "tokenizer.json").read_text())
+    tokenizer["added_tokens"][2]["content"] = "int main"
+    return json.dumps(tokenizer)
+
+
+FILES = {
+    "config.json": (lambda: base_json("config.json", max_position_embeddings=1024), context),
+    "generation_config.json": (lambda: json.dumps({"eos_token_id": [goldens(C)[0][1][1]]}), length_of_answer),
+    "tokenizer.json": (other_tokenizer, tokens_of_text),
+    "tokenizer_config.json": (lambda: base_json("tokenizer_config.json", chat_template="second"), tokens_of_chat),
+    "chat_template.jinja": (lambda: "third", tokens_of_chat),
+    "chat_template.json": (lambda: json.dumps({"chat_template": "fourth"}), tokens_of_chat),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_each_file_is_noticed(launch, folder, name):
+    """It comes, is touched, changes back and goes: answers follow each rescan, and nothing is replaced for its time alone."""
+    text, look = FILES[name]
+    if name in ("tokenizer_config.json", "chat_template.jinja"):  # chat_template.json counts where neither says anything
+        (folder / "tokenizer_config.json").write_text(base_json("tokenizer_config.json", chat_template="first"))
+    start = {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix != ".safetensors"}
+    server = launch(deltas=str(folder.parent))
+    before = look(server)
+    kept = (folder / name).read_text() if (folder / name).exists() else None
+    (folder / name).write_text(text())
+    assert rescan(server)["replaced"] == [C]
+    after = look(server)
+    assert after != before
+    os.utime(folder / name, (1e9, 1e9))
+    assert rescan(server)["unchanged"] == 1
+    (folder / name).write_text(text())
+    assert rescan(server)["unchanged"] == 1
+    assert look(server) == after
+    if kept is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(kept)
+    assert rescan(server)["replaced"] == [C]
+    assert look(server) == before
+    assert start == {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix != ".safetensors"}
+
+
+@pytest.mark.parametrize("how", ["rescan", "order"])
+def test_no_kv_of_other_frequencies(launch, folder, how):
+    """The same weights under another rope_theta: what the prefix cache holds of the same prompt is of no use."""
+    ids, want = goldens(C)[4]  # 150 tokens: whole blocks of KV are kept
+    server = launch(deltas=str(folder.parent))
+
+    def answer(one):
+        body = one.post("/v1/completions", golden_body(C, ids, 32)).json()
+        return body["choices"][0]["token_ids"]
+
+    def kept_tokens():
+        return server.metric("vllm:prefix_cache_hits_total")
+
+    def change(theta):
+        (folder / "config.json").write_text(base_json("config.json", rope_theta=theta))
+        if how == "rescan":
+            assert rescan(server)["replaced"] == [C]
+        else:
+            order = {"lora_name": C, "lora_path": "c", "load_inplace": True}
+            assert requests.post(server.admin_url + "/v1/load_lora_adapter", json=order, timeout=60).status_code == 200
+
+    assert answer(server) == want == answer(server)
+    assert kept_tokens() > 0
+    answers = {}
+    for theta in (5_000.0, 20_000.0):  # the second takes the table of the first
+        change(theta)
+        hits = kept_tokens()
+        answers[theta] = answer(server)
+        assert kept_tokens() == hits
+        assert answer(server) == answers[theta] and kept_tokens() > hits
+        fresh = launch(deltas=str(folder.parent))
+        assert answer(fresh) == answers[theta]
+        assert fresh.stop() == 0
+    assert want != answers[5_000.0] != answers[20_000.0] != want
+    change(5_000.0)  # these are still there
+    hits = kept_tokens()
+    assert answer(server) == answers[5_000.0] and kept_tokens() > hits
+    assert variants(server)[C]["state"] == "ready"
