@@ -11,6 +11,11 @@ find . -name '*.xz' -print0 | while IFS= read -r -d '' packed; do
     mv "$plain.part" "$plain"
 done
 
+# Models whose weights are hashes of their names; the base is written last.
+for model in arch/tp-llama arch/tp-qwen2; do
+    if [ ! -e $model/model.safetensors ] || [ arch/tp_models.py -nt $model/model.safetensors ]; then python3 arch/tp_models.py; break; fi
+done
+
 # A whole fine-tune is stored as its exclusive or with the base: low bytes of all 16-bit words, then the high bytes, in xz.
 base=../../demo/zen-mini tuned=../../demo/finetuned/zen-mini-coder
 if [ ! -e $tuned/model.safetensors ] || [ $tuned/model.safetensors.xor.xz -nt $tuned/model.safetensors ]; then
