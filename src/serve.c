@@ -196,12 +196,28 @@ static BD_PRINTF(4, 5) bd_status
     return bd_fail(err, BD_E_UNSUPPORTED, option, "%s", why);
 }
 
+/* Known from config.json: no weight has been read. */
+static bd_status check_ranks(server *s, const bd_backend_ops *ops, bd_error *err) {
+    const bd_serve_options *o = s->options;
+    bd_model_config config, rank;
+    bd_error fault;
+    if (o->tensor_parallel == 1) return BD_OK;
+    if (!ops->comm)
+        return refuse(s, err, "tensor_parallel",
+                      "the %s backend runs the model on one rank, %u were asked for", ops->name,
+                      o->tensor_parallel);
+    if (o->host_bytes > 0)
+        return refuse(s, err, "tensor_parallel",
+                      "host_bytes keeps deltas for one rank, %u were asked for",
+                      o->tensor_parallel);
+    const bd_status status = bd_model_config_read(o->base_path, &config, err);
+    if (status != BD_OK) return status;
+    if (bd_model_rank_config(&config, 0, o->tensor_parallel, &rank, &fault) == BD_OK) return BD_OK;
+    return refuse(s, err, "tensor_parallel", "%s", fault.message);
+}
+
 static bd_status open_model(server *s, bd_error *err) {
     const bd_serve_options *o = s->options;
-    if (o->tensor_parallel != 1)
-        return refuse(s, err, "tensor_parallel",
-                      "this build runs the model on one rank, %u were asked for",
-                      o->tensor_parallel);
     const bd_backend_ops *ops;
     char why[256] = "";
     bd_status status = bd_backend_select((bd_backend_choice)o->backend, &ops, why, sizeof why, err);
@@ -214,6 +230,7 @@ static bd_status open_model(server *s, bd_error *err) {
                       ops->name, cuda ? "bf16 or fp16" : "float32");
     if ((status = open_tokenizer(s, err)) != BD_OK) return status;
     bd_model_options options;
+    if ((status = check_ranks(s, ops, err)) != BD_OK) return status;
     if ((status = model_options(s, ops, &options, err)) != BD_OK) return status;
     s->load_started_us = bd_now_us();
     if ((status = bd_model_open(&options, &s->model, err)) != BD_OK) return status;

@@ -17,11 +17,16 @@ void bd_load_job_fail(bd_load_job *job, bd_status status, const bd_error *error)
 }
 
 void bd_load_job_check_cancel(bd_load_job *job) {
-    if (job->status != BD_OK || !atomic_load(&job->load->cancel)) return;
+    if (job->status != BD_OK || !bd_load_cancelled(job->load)) return;
     bd_error error;
     bd_status status =
         bd_fail(&error, BD_CANCELLED, job->load->delta->variant, "the load was cancelled");
     bd_load_job_fail(job, status, &error);
+}
+
+static void count_read(bd_load *load, uint64_t bytes) {
+    atomic_fetch_add(&load->read_bytes, bytes);
+    if (load->whole) atomic_fetch_add(&load->whole->read_bytes, bytes);
 }
 
 static bool from_host(const bd_load_job *job) {
@@ -281,7 +286,7 @@ static bd_status feed_run(bd_load_job *job, uint64_t *left, bd_error *err) {
         job->source->feed_bytes(job->feed, job->send_file, job->send_from, data, run, err);
     job->send_from += run;
     *left = run < *left ? *left - run : 0;
-    atomic_fetch_add(&job->load->read_bytes, run);
+    count_read(job->load, run);
     return status;
 }
 
@@ -318,7 +323,7 @@ static bd_status feed_block(bd_load_job *job, const bd_block *block, bd_error *e
                                      span->bytes, err);
     if (status != BD_OK) return status;
     bd_shard_file_drop_cache(span->file, span->from, span->bytes);
-    atomic_fetch_add(&job->load->read_bytes, span->bytes);
+    count_read(job->load, span->bytes);
     if (span->from + span->bytes == span->file->bytes)
         status = bd_shard_file_unchanged(span->file, err);
     return status;

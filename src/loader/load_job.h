@@ -62,6 +62,9 @@ bool bd_load_job_feed(bd_load_job *job, const bd_block *block);
 bool bd_load_job_feed_host(bd_load_job *job, bool *moved);
 void bd_load_job_fail(bd_load_job *job, bd_status status, const bd_error *error);
 void bd_load_job_check_cancel(bd_load_job *job);
+static inline bool bd_load_cancelled(bd_load *load) {
+    return atomic_load(&load->cancel) || (load->whole && atomic_load(&load->whole->cancel));
+}
 /* Nothing flies and nothing is left to do (or the job failed). */
 bool bd_load_job_over(bd_load_job *job);
 /* Fills the load's results except `finished` and frees the job. */

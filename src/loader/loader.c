@@ -14,6 +14,7 @@
 #include "io.h"
 #include "load_job.h"
 #include "loader_internal.h"
+#include "ranks.h"
 
 #define BLOCK_BYTES_MAX (256u << 20)
 #define DEPTH_MAX       1024u
@@ -23,6 +24,7 @@ typedef struct loader_metrics {
 } loader_metrics;
 
 struct bd_loader {
+    bd_loader_ranks *ranks; /* of a model that is split: they do it all, the rest is not used */
     bd_loader_options options;
     bd_loader_source source;
     loader_metrics metrics;
@@ -51,7 +53,7 @@ static void notify(const bd_loader *loader) {
 }
 
 static void finish_load(const bd_loader *loader, bd_load *load) {
-    if (load->status == BD_OK && loader->metrics.seconds)
+    if (load->status == BD_OK && loader->metrics.seconds && !load->whole)
         bd_metric_observe(loader->metrics.seconds,
                           (double)(load->finished_us - load->started_us) * 1e-6);
     atomic_store_explicit(&load->finished, true, memory_order_release);
@@ -109,7 +111,7 @@ static void drop_cancelled(bd_loader *loader) {
     for (; list; list = next) {
         next = list->next;
         bd_load *load = (bd_load *)list;
-        if (atomic_load(&loader->stop) || atomic_load(&load->cancel)) {
+        if (atomic_load(&loader->stop) || bd_load_cancelled(load)) {
             load->started_us = bd_now_us();
             finish_unbegun(loader, load, BD_CANCELLED, "the load was cancelled");
             continue;
@@ -295,14 +297,18 @@ static void *loader_main(void *arg) {
 
 /* ---- create and destroy ---- */
 
-static void make_metrics(bd_loader *loader) {
+bd_metric *bd_loader_seconds(bd_metrics *metrics) {
     static const double bounds[] = {0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120};
+    if (!metrics) return NULL;
+    return bd_metrics_histogram(metrics, "bitdelta_delta_load_seconds",
+                                "Time to bring one variant's delta from disk to the device.",
+                                bounds, sizeof bounds / sizeof bounds[0], NULL, 0);
+}
+
+static void make_metrics(bd_loader *loader) {
     bd_metrics *metrics = loader->options.metrics;
     if (!metrics) return;
-    loader->metrics.seconds =
-        bd_metrics_histogram(metrics, "bitdelta_delta_load_seconds",
-                             "Time to bring one variant's delta from disk to the device.", bounds,
-                             sizeof bounds / sizeof bounds[0], NULL, 0);
+    loader->metrics.seconds = bd_loader_seconds(metrics);
     loader->metrics.read_bytes = bd_metrics_counter(metrics, "bitdelta_delta_read_bytes_total",
                                                     "Bytes of deltas read from disk.", NULL, 0);
     const bd_label kind = {"kind", loader->io_name};
@@ -396,8 +402,23 @@ fail_free:
     return status;
 }
 
+bd_status bd_loader_wrap(bd_loader_ranks *ranks, bd_loader **out, bd_error *err) {
+    *out = calloc(1, sizeof **out);
+    if (!*out) {
+        bd_loader_ranks_destroy(ranks);
+        return bd_fail(err, BD_E_MEMORY, "loader", "out of memory for the loader");
+    }
+    (*out)->ranks = ranks;
+    return BD_OK;
+}
+
 void bd_loader_destroy(bd_loader *loader) {
     if (!loader) return;
+    if (loader->ranks) {
+        bd_loader_ranks_destroy(loader->ranks);
+        free(loader);
+        return;
+    }
     atomic_store(&loader->stop, true);
     bd_mailbox_wake(loader->inbox);
     pthread_join(loader->thread, NULL);
@@ -409,14 +430,15 @@ void bd_loader_destroy(bd_loader *loader) {
 }
 
 const char *bd_loader_io_name(const bd_loader *loader) {
-    return loader->io_name;
+    return loader->ranks ? bd_loader_ranks_first(loader->ranks)->io_name : loader->io_name;
 }
 
 const char *bd_loader_io_reason(const bd_loader *loader) {
-    return loader->io_reason;
+    return loader->ranks ? bd_loader_ranks_first(loader->ranks)->io_reason : loader->io_reason;
 }
 
 bd_status bd_loader_submit(bd_loader *loader, bd_load *load, bd_error *err) {
+    if (loader->ranks) return bd_loader_ranks_submit(loader->ranks, load, err);
     if (!load->delta || !load->pages || load->page_count == 0)
         return bd_fail(err, BD_E_ARGUMENT, "load", "a load needs a delta and pages");
     if (atomic_load(&loader->stop))

@@ -27,8 +27,10 @@ typedef struct bd_loader_source {
     void *read_ctx;
 } bd_loader_source;
 
-/* The real one, for a model. */
+/* The real one, for a model's rank. */
 bd_loader_source bd_loader_source_of(bd_model *model);
+/* Of the time of whole loads; NULL without metrics. */
+bd_metric *bd_loader_seconds(bd_metrics *metrics);
 BD_MUST_CHECK bd_status bd_loader_create_with(const bd_loader_options *options,
                                               const bd_loader_source *source, bd_loader **out,
                                               bd_error *err);

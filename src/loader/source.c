@@ -1,6 +1,7 @@
 /* source.c - the table of what a load takes from the model and delta rooms, and the loader made
  * with it. */
 #include "loader_internal.h"
+#include "ranks.h"
 
 static bd_status plan_create(void *ctx, const bd_delta *delta, bd_overlay_plan *out,
                              bd_error *err) {
@@ -33,7 +34,25 @@ bd_loader_source bd_loader_source_of(bd_model *model) {
     };
 }
 
+static bd_loader_source source_of_rank(void *ctx, uint32_t rank) {
+    return bd_loader_source_of(bd_model_rank(ctx, rank));
+}
+
+static void *page_on(void *ctx, uint32_t rank, void *page) {
+    return bd_overlay_page_on(ctx, rank, page);
+}
+
 bd_status bd_loader_create(const bd_loader_options *options, bd_loader **out, bd_error *err) {
+    const uint32_t count = bd_model_rank_count(options->model);
     const bd_loader_source source = bd_loader_source_of(options->model);
-    return bd_loader_create_with(options, &source, out, err);
+    if (count == 1) return bd_loader_create_with(options, &source, out, err);
+    const bd_ranks_source sources = {.source_of = source_of_rank,
+                                     .page_on = page_on,
+                                     .join = bd_overlay_join,
+                                     .ctx = options->model,
+                                     .count = count};
+    bd_loader_ranks *ranks;
+    *out = NULL;
+    const bd_status status = bd_loader_ranks_create(options, &sources, &ranks, err);
+    return status == BD_OK ? bd_loader_wrap(ranks, out, err) : status;
 }

@@ -1,7 +1,9 @@
 /* loader.h - brings a variant's delta from disk into device pages: one thread per rank, verified
- * chunk by chunk. Owner: server. Threads: submit and cancel from bd-sched; the loader's threads
- * write a load's atomics and call `notify`. A load's memory is the submitter's, who leaves it alone
- * from submit until bd_load_finished() is true. */
+ * chunk by chunk. Of a model that is split a load is that of all its ranks: pages are named as rank
+ * 0 has them, ready_count is the least of any rank, and a rank that fails fails it. Owner: server.
+ * Threads: submit and cancel from bd-sched; the loader's threads write a load's atomics and call
+ * `notify`. A load's memory is the submitter's, who leaves it alone from submit until
+ * bd_load_finished() is true. */
 #ifndef BITDELTA_LOADER_LOADER_H
 #define BITDELTA_LOADER_LOADER_H
 
@@ -17,7 +19,7 @@ typedef enum bd_io_choice { BD_IO_AUTO, BD_IO_URING, BD_IO_PREAD } bd_io_choice;
 
 typedef struct bd_loader_options { /* 0 where a default is named */
     bd_model *model;
-    uint32_t rank; /* names the threads: bd-load-<rank> */
+    uint32_t rank; /* names the threads: bd-load-<rank>; set by the loader of several */
     bd_io_choice io;
     uint32_t read_threads; /* pread path; 8 */
     /* One read; 4 MiB. A file whose chunks are larger is verified whole before it is read. */
@@ -52,6 +54,7 @@ typedef struct bd_load_host {
 
 typedef struct bd_load {
     bd_message message;    /* internal */
+    struct bd_load *whole; /* internal: the load that this is one rank's part of */
     const bd_delta *delta; /* borrowed until finished */
     void *const *pages;    /* in the delta arena; borrowed and written until finished */
     uint32_t page_count;   /* at least the plan's, see bd_overlay_pages_per_variant */
