@@ -29,6 +29,7 @@ static bd_router_account *make_account(bd_router *router, const bd_tenant *tenan
     pthread_mutex_lock(&router->accounts_lock);
     account->next = router->accounts_first;
     router->accounts_first = account;
+    router->account_count++;
     pthread_mutex_unlock(&router->accounts_lock);
     return account;
 }
@@ -73,6 +74,17 @@ void bd_accounts_destroy(bd_router *router) {
     bd_map_destroy(router->lines);
     bd_fair_destroy(router->fair);
     pthread_mutex_destroy(&router->accounts_lock);
+}
+
+/* For metrics. `version` is odd while values change: who reads it before and after knows whether
+ * all values are of one moment. */
+static void show(bd_router *router, bd_router_account *account) {
+    atomic_fetch_add(&router->shown_version, 1);
+    atomic_store(&account->shown.counter, account->flow.payer.counter);
+    atomic_store(&account->shown.service, account->flow.service);
+    atomic_store(&account->shown.load_bytes, (double)account->flow.loaded_bytes);
+    atomic_store(&account->shown.waiting, account->flow.waiting);
+    atomic_fetch_add(&router->shown_version, 1);
 }
 
 /* ---- Lines ---- */
@@ -158,7 +170,13 @@ bd_status bd_line_append(bd_router_queue *queue, bd_job *job) {
     insert_job(line, job);
     if (account->flow.waiting == 0) account->blocked_us = 0;
     bd_fair_arrive(router->fair, &account->flow, job->internal.choice_count);
+    show(router, account);
     return BD_OK;
+}
+
+void bd_line_leave(bd_router_line *line, uint32_t choices) {
+    bd_fair_leave(line->queue->router->fair, &line->account->flow, choices);
+    show(line->queue->router, line->account);
 }
 
 void bd_line_remove(bd_job *job, uint32_t choices_left) {
@@ -175,18 +193,11 @@ void bd_line_remove(bd_job *job, uint32_t choices_left) {
     job->internal.prev = job->internal.next = NULL;
     job->internal.line = NULL;
     if (job->params.priority != 0) line->account->ranked--;
-    bd_fair_leave(line->queue->router->fair, &line->account->flow, choices_left);
+    bd_line_leave(line, choices_left);
     if (!line->first) drop_line(line);
 }
 
 /* ---- What the engine and the cache do for an account ---- */
-
-static void show(bd_router_account *account) {
-    atomic_store_explicit(&account->shown_counter, account->flow.payer.counter,
-                          memory_order_relaxed);
-    atomic_store_explicit(&account->shown_service, account->flow.service, memory_order_relaxed);
-    atomic_store_explicit(&account->shown_loads, account->flow.loaded_bytes, memory_order_relaxed);
-}
 
 void bd_router_charge(void *ctx, bd_payer *payer, int64_t promised, uint32_t prompt_tokens,
                       uint32_t output_tokens) {
@@ -195,49 +206,69 @@ void bd_router_charge(void *ctx, bd_payer *payer, int64_t promised, uint32_t pro
     if (promised != 0) bd_fair_promise(router->fair, &account->flow, promised);
     if (prompt_tokens + output_tokens == 0) return;
     bd_fair_charge(router->fair, &account->flow, prompt_tokens, output_tokens);
-    show(account);
+    show(router, account);
 }
 
 void bd_account_charge_load(bd_router *router, bd_router_account *account, uint64_t bytes) {
     bd_fair_charge_load(router->fair, &account->flow, bytes);
-    show(account);
+    show(router, account);
 }
 
 /* ---- Metrics ---- */
 
-typedef double (*account_value)(const bd_router_account *account);
+enum { READ_TRIES = 1000 };
 
-static double counter_of(const bd_router_account *account) {
-    return atomic_load_explicit(&account->shown_counter, memory_order_relaxed);
+typedef struct shown_row {
+    const char *name;
+    double values[4];
+} shown_row;
+
+static void read_rows(const bd_router *router, shown_row *rows) {
+    for (const bd_router_account *a = router->accounts_first; a; a = a->next)
+        *rows++ = (shown_row){a->name,
+                              {atomic_load(&a->shown.counter), atomic_load(&a->shown.service),
+                               atomic_load(&a->shown.load_bytes), atomic_load(&a->shown.waiting)}};
 }
 
-static double service_of(const bd_router_account *account) {
-    return atomic_load_explicit(&account->shown_service, memory_order_relaxed);
-}
-
-static double loads_of(const bd_router_account *account) {
-    return (double)atomic_load_explicit(&account->shown_loads, memory_order_relaxed);
+/* The values of one moment, so that tenants can be compared. bd-sched does not wait for those who
+ * read; who has no luck a thousand times takes what is there. */
+static shown_row *read_moment(bd_router *router, uint32_t *count) {
+    *count = router->account_count;
+    shown_row *rows = calloc(*count > 0 ? *count : 1, sizeof *rows);
+    for (uint32_t i = 0; rows && i < READ_TRIES; i++) {
+        uint64_t before = atomic_load(&router->shown_version);
+        read_rows(router, rows);
+        if (before % 2 == 0 && atomic_load(&router->shown_version) == before) break;
+    }
+    return rows;
 }
 
 void bd_router_write_fairness(bd_router *router, bd_strbuf *out) {
     static const struct {
         const char *name, *type, *help;
-        account_value value;
     } families[] = {
         {"bitdelta_tenant_virtual_tokens", "gauge",
-         "Virtual token counter: service divided by weight, lifted after idling.", counter_of},
+         "Virtual token counter: service divided by weight, lifted after idling."},
         {"bitdelta_tenant_service_tokens_total", "counter",
-         "Tokens computed and generated, by their costs, and loads caused.", service_of},
-        {"bitdelta_tenant_load_bytes_total", "counter", "Bytes of the loads that it caused.",
-         loads_of}};
+         "Tokens computed and generated, by their weights, and loads caused."},
+        {"bitdelta_tenant_load_bytes_total", "counter", "Bytes of the loads that it caused."},
+        {"bitdelta_tenant_waiting", "gauge", "Sequences that wait to run."}};
+    uint32_t count;
     pthread_mutex_lock(&router->accounts_lock);
-    for (size_t i = 0; i < sizeof families / sizeof families[0]; i++) {
-        bd_strbuf_printf(out, "# HELP %s %s\n# TYPE %s %s\n", families[i].name, families[i].help,
-                         families[i].name, families[i].type);
-        for (const bd_router_account *a = router->accounts_first; a; a = a->next)
-            if (a->name[0] != '\0')
-                bd_strbuf_printf(out, "%s{tenant=\"%s\"} %.17g\n", families[i].name, a->name,
-                                 families[i].value(a));
-    }
+    shown_row *rows = read_moment(router, &count);
     pthread_mutex_unlock(&router->accounts_lock);
+    if (!rows) out->failed = true;
+    for (size_t f = 0; rows && f < sizeof families / sizeof families[0]; f++) {
+        bool headed = false;
+        for (uint32_t i = 0; i < count; i++) {
+            if (rows[i].name[0] == '\0') continue;
+            if (!headed)
+                bd_strbuf_printf(out, "# HELP %s %s\n# TYPE %s %s\n", families[f].name,
+                                 families[f].help, families[f].name, families[f].type);
+            headed = true;
+            bd_strbuf_printf(out, "%s{tenant=\"%s\"} %.17g\n", families[f].name, rows[i].name,
+                             rows[i].values[f]);
+        }
+    }
+    free(rows);
 }

@@ -88,8 +88,9 @@ typedef struct bd_router_account { /* of a tenant, from its first request on; id
     uint32_t ranked;     /* jobs in lines whose priority is not 0 */
     uint64_t blocked_us; /* since when nothing of it could start; 0: something could */
     char name[BD_TENANT_NAME_MAX + 1]; /* "": everyone */
-    _Atomic double shown_counter, shown_service;
-    _Atomic uint64_t shown_loads;
+    struct {
+        _Atomic double counter, service, load_bytes, waiting;
+    } shown; /* to metrics */
 } bd_router_account;
 
 typedef struct bd_router_choice {
@@ -162,8 +163,10 @@ struct bd_router {
     bd_map *lines;                 /* by queue and account */
     pthread_mutex_t accounts_lock; /* for the list's sake: metrics walk it */
     bd_router_account *accounts_first;
-    double ask_limit; /* accounts behind it start no loads in this turn */
-    uint32_t running; /* choices in the engine, but for those that went there early */
+    uint32_t account_count;
+    _Atomic uint64_t shown_version; /* odd: an account's `shown` is changing */
+    double ask_limit;               /* accounts behind it start no loads in this turn */
+    uint32_t running;               /* choices in the engine, but for those that went there early */
     bd_metric *held, *idle;
     uint32_t refused_count;    /* active queues with refused_us != 0 */
     bd_router_queue *squeezer; /* the cold variant that others give way to */
@@ -183,6 +186,7 @@ bd_status bd_accounts_create(bd_router *router, bd_error *err);
 void bd_accounts_destroy(bd_router *router);
 /* BD_E_MEMORY: nothing was done. */
 BD_MUST_CHECK bd_status bd_line_append(bd_router_queue *queue, bd_job *job);
+void bd_line_leave(bd_router_line *line, uint32_t choices); /* these do not wait any more */
 void bd_line_remove(bd_job *job, uint32_t choices_left);
 void bd_router_charge(void *ctx, bd_payer *payer, int64_t promised, uint32_t prompt_tokens,
                       uint32_t output_tokens);

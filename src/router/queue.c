@@ -229,7 +229,7 @@ static bd_status start_one(bd_router_line *line, uint64_t now_us) {
     router->queued--;
     router->started++;
     atomic_fetch_sub(&router->reserved, 1);
-    bd_fair_leave(router->fair, &account->flow, 1);
+    bd_line_leave(line, 1);
     if (job->internal.added == job->internal.choice_count)
         bd_queue_remove(queue, job);
     else
@@ -257,11 +257,11 @@ static bd_router_line *next_line(bd_router_account *account, uint64_t now_us) {
 static start start_from(bd_router_account *account, uint64_t now_us) {
     bd_router_line *line = next_line(account, now_us);
     if (!line) return NOTHING;
+    account->blocked_us = 0;
     account->cursor = line;
     bd_router_line *after = line->next;
     if (start_one(line, now_us) == BD_BUSY) return ENGINE_FULL;
     if (account->cursor == line) account->cursor = after;
-    account->blocked_us = 0;
     return STARTED;
 }
 

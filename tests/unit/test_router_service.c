@@ -389,6 +389,32 @@ static void test_priority(void **state) {
     free(requests);
 }
 
+/* Without tenants, one place: a variant's requests as they came, the variants in turns. */
+static void test_one_for_all(void **state) {
+    (void)state;
+    enum { EACH = 20, NAMES = 3, COUNT = EACH * NAMES };
+    const double weights[TENANTS] = {1.0, 1.0, 1.0};
+    world w;
+    open_world(&w, fake_seed(), NAMES, 0.0, 1, weights);
+    for (uint32_t i = 1; i < NAMES; i++) {
+        bd_router_served_at(w.router, i)->variant->state = BD_VARIANT_READY;
+        w.cache.pages_used++;
+    }
+    request *requests = calloc(COUNT, sizeof *requests);
+    assert_non_null(requests);
+    for (uint32_t i = 0; i < COUNT; i++) {
+        make(&w, &requests[i], i / EACH, 1, TOKENS); /* all of one name, then all of the next */
+        bd_refused why;
+        assert_int_equal(bd_router_reserve(w.router, &(bd_ask){.choices = 1}, &why), BD_OK);
+        bd_router_submit(w.router, &requests[i].job);
+    }
+    run_world(&w, COUNT);
+    for (uint32_t i = 0; i < COUNT; i++)
+        assert_int_equal(requests[i].began_at, i % EACH * NAMES + i / EACH + 1);
+    close_world(&w);
+    free(requests);
+}
+
 /* A job's weight is that of its day; what was counted stays. Everybody has their series. */
 static void test_weights_and_metrics(void **state) {
     (void)state;
@@ -429,11 +455,9 @@ static void test_weights_and_metrics(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_shares),
-        cmocka_unit_test(test_cold),
-        cmocka_unit_test(test_idle_then_back),
-        cmocka_unit_test(test_priority),
-        cmocka_unit_test(test_weights_and_metrics),
+        cmocka_unit_test(test_shares),         cmocka_unit_test(test_cold),
+        cmocka_unit_test(test_idle_then_back), cmocka_unit_test(test_priority),
+        cmocka_unit_test(test_one_for_all),    cmocka_unit_test(test_weights_and_metrics),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
