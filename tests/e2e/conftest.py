@@ -26,8 +26,8 @@ BOS, EOS = 4080, 4081
 class Server:
     """One running server. Its log lines are kept; `get` and `post` are requests' with the address put in."""
 
-    def __init__(self, arguments, environment=None):
-        command = [BINARY, "serve", *arguments]
+    def __init__(self, arguments, environment=None, under=()):
+        command = [*under, BINARY, "serve", *arguments]
         settings = {k: v for k, v in os.environ.items() if not k.startswith("BITDELTA_")} | (environment or {})
         self.lines = []
         self.process = subprocess.Popen(command, cwd=ROOT, env=settings, stderr=subprocess.PIPE, text=True, errors="replace")
@@ -149,13 +149,13 @@ def events_of(data):
     return [json.loads(text) for text in texts[:-1]]
 
 
-def start_server(*extra, deltas="demo/deltas", environment=None, ready=True):
+def start_server(*extra, deltas="demo/deltas", environment=None, ready=True, under=()):
     arguments = ["--base", "demo/zen-mini", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--backend", "cpu"]
     if deltas:
         arguments += ["--deltas", deltas]
     if "--slots" not in extra:
         arguments += ["--slots", "8"]
-    server = Server([*arguments, *extra], environment)
+    server = Server([*arguments, *extra], environment, under)
     return server.wait_ready() if ready else server
 
 

@@ -1,6 +1,8 @@
 """Directories of variants that a test may rearrange, what each variant must answer, and what a server reads."""
 
 import json
+import mmap
+import os
 import re
 import shutil
 from pathlib import Path
@@ -60,8 +62,25 @@ def rescan(server, **headers):
     return answer.json()
 
 
-def bytes_read(server):
-    """What the process has read by read calls, files above all (not sockets): the kernel's count, whatever the server says.
-    Complete only with --io pread."""
-    text = Path(f"/proc/{server.process.pid}/io").read_text()
-    return int(re.search(r"rchar: (\d+)", text).group(1))
+def bytes_read(process, way):
+    """What a process (a number, or "self") has read: the kernel's count, whatever the server says. "pread": by read calls, files
+    above all, not sockets. "uring": from disks, whoever asked for it."""
+    text = Path(f"/proc/{process}/io").read_text()
+    return int(re.search({"pread": r"rchar: (\d+)", "uring": r"read_bytes: (\d+)"}[way], text).group(1))
+
+
+def counts_direct_reads(folder):
+    """Whether reads past the page cache of files here show in the kernel's count of bytes from disks."""
+    path = folder / "probe"
+    path.write_bytes(bytes(1 << 20))
+    before = bytes_read("self", "uring")
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        return False
+    try:
+        os.preadv(fd, [mmap.mmap(-1, 1 << 20)], 0)
+    finally:
+        os.close(fd)
+        path.unlink()
+    return bytes_read("self", "uring") - before >= 1 << 20
