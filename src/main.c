@@ -8,6 +8,7 @@
 #include "bitdelta/config/options.h"
 #include "bitdelta/tools/compress.h"
 #include "bitdelta/tools/generate.h"
+#include "bitdelta/tools/hash_key.h"
 #include "bitdelta/tools/inspect.h"
 #include "bitdelta/tools/plan.h"
 #include "bitdelta/tools/reshard.h"
@@ -133,7 +134,7 @@ static int reshard_run(const bd_reshard_options *o, bd_error *err) {
     return exit_of(bd_reshard_run(&request, stdout, stderr, err));
 }
 
-/* Help and version log nothing. */
+/* Help, version and hash-key log nothing. */
 static bd_log_level log_level_of(const bd_invocation *invocation) {
     switch (invocation->command) {
     case BD_COMMAND_SERVE:
@@ -150,6 +151,7 @@ static bd_log_level log_level_of(const bd_invocation *invocation) {
         return (bd_log_level)invocation->plan.log_level;
     case BD_COMMAND_RESHARD:
         return (bd_log_level)invocation->reshard.log_level;
+    case BD_COMMAND_HASH_KEY:
     case BD_COMMAND_VERSION:
     case BD_COMMAND_HELP:
     case BD_COMMAND_COUNT:
@@ -176,6 +178,8 @@ static int run(const bd_invocation *invocation, bd_error *err) {
     case BD_COMMAND_TOKENIZE:
         return bd_tokenize_main(invocation->tokenize.tokenizer_path, invocation->tokenize.decode,
                                 err);
+    case BD_COMMAND_HASH_KEY:
+        return exit_of(bd_hash_key_run(stdin, stdout, err));
     case BD_COMMAND_PLAN:
         return plan_run(&invocation->plan, err);
     case BD_COMMAND_RESHARD:

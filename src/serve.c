@@ -34,6 +34,7 @@
 typedef struct server {
     const bd_serve_options *options;
     bd_metrics *metrics;
+    bd_tenants *tenants; /* guarded by lock until it is there; ends after the signals' thread */
     bd_http_server *http;
     bd_tokenizer *tokenizer;
     bd_model *model;
@@ -362,6 +363,8 @@ static bd_status open_http(server *s, bd_error *err) {
                                                                                         : NULL,
                                      .keys = (const char *const *)o->api_keys.items,
                                      .key_count = o->api_keys.count,
+                                     .tenants = s->tenants,
+                                     .metrics_public = o->metrics_public,
                                      .admin_key = o->admin_key,
                                      .runtime_loading = o->runtime_loading,
                                      .metrics = s->metrics,
@@ -408,11 +411,22 @@ static bd_status base_name(server *s, bd_error *err) {
     return BD_OK;
 }
 
-/* Keys that the configuration knows and this version cannot honour are refused, not ignored. */
-static bd_status refuse_absent(server *s, bd_error *err) {
+static bd_status open_tenants(server *s, bd_error *err) {
     const bd_serve_options *o = s->options;
-    if (o->tenants_path)
-        return refuse(s, err, "tenants", "tenants are not supported by this version; use api_keys");
+    if (!o->tenants_path) return BD_OK;
+    if (o->api_keys.count > 0)
+        return refuse(s, err, "tenants",
+                      "tenants: the keys are those of the tenants, api_keys cannot be given too");
+    if (o->runtime_loading && !o->admin_key)
+        return refuse(s, err, "tenants",
+                      "tenants: runtime_loading needs an admin_key, or each tenant could change "
+                      "what all are served");
+    bd_tenants *tenants;
+    bd_status status = bd_tenants_open(o->tenants_path, &tenants, err);
+    if (status != BD_OK) return status;
+    pthread_mutex_lock(&s->lock);
+    s->tenants = tenants;
+    pthread_mutex_unlock(&s->lock);
     return BD_OK;
 }
 
@@ -463,6 +477,16 @@ static void rescan_done(bd_change *change) {
 }
 
 /* SIGHUP; on the thread of the signals. The outcome is in the log. */
+static void reload_tenants(server *s) {
+    bd_tenants_change change;
+    bd_error fault;
+    pthread_mutex_lock(&s->lock);
+    bd_tenants *tenants = s->tenants;
+    pthread_mutex_unlock(&s->lock);
+    bd_status status = tenants ? bd_tenants_reload(tenants, &change, &fault) : BD_OK;
+    (void)status; /* logged */
+}
+
 static void rescan(server *s) {
     bd_change *change = calloc(1, sizeof *change);
     bool posted = false;
@@ -483,7 +507,7 @@ static bd_status open_all(server *s, bd_error *err) {
     bd_status status;
     s->metrics = bd_metrics_create(METRIC_SERIES_MAX);
     if (!s->metrics) return bd_fail(err, BD_E_MEMORY, "metrics", "out of memory");
-    if ((status = refuse_absent(s, err)) != BD_OK) return status;
+    if ((status = open_tenants(s, err)) != BD_OK) return status;
     if ((status = base_name(s, err)) != BD_OK) return status;
     if ((status = check_chat_template(s->options, err)) != BD_OK) return status;
     if ((status = open_http(s, err)) != BD_OK) return status;
@@ -515,7 +539,8 @@ static void close_all(server *s) {
 
 /* Signals have a thread of their own, so that they also end a load that takes long. SIGTERM and
  * SIGINT: before the server is ready and after the first one, the process ends at once by that
- * signal; else the main thread drains. SIGHUP: the variants are looked at again. */
+ * signal; else the main thread drains. SIGHUP: the tenants are read and the variants looked at
+ * again. */
 typedef struct signals {
     server *server;
     sigset_t set;
@@ -532,8 +557,12 @@ static void *signals_run(void *ctx) {
         int number;
         if (sigwait(&g->set, &number) != 0) continue;
         if (number == SIGHUP) {
+            int before; /* locks are taken: not to be ended within */
+            (void)pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before);
             renew_certificate(g->server);
+            reload_tenants(g->server);
             rescan(g->server);
+            (void)pthread_setcancelstate(before, NULL);
             continue;
         }
         if (atomic_exchange(&g->ready, false)) {
@@ -598,6 +627,7 @@ bd_status bd_serve_run(const bd_serve_options *options, bool *wrong_usage, bd_er
     *wrong_usage = s.wrong_usage;
     close_all(&s);
     signals_close(&g);
+    bd_tenants_destroy(s.tenants);
     pthread_mutex_destroy(&s.lock);
     pthread_mutex_destroy(&s.renew_lock);
     if (status == BD_OK) bd_log(BD_LOG_INFO, "serve", "stopped");

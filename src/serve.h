@@ -6,8 +6,8 @@
 #include "bitdelta/config/options.h"
 
 /* Main thread; returns after a clean drain. SIGTERM and SIGINT drain, a second one ends the process
- * at once; SIGHUP looks for variants again. *wrong_usage: an option was refused that the command
- * line may have given. */
+ * at once; SIGHUP reads the tenants and looks for variants again. *wrong_usage: an option was
+ * refused that the command line may have given. */
 bd_status bd_serve_run(const bd_serve_options *options, bool *wrong_usage, bd_error *err);
 
 #endif

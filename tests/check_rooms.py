@@ -29,7 +29,7 @@ FOREIGN = {
     r"pcre2(posix)?\.h": {"tokenizer"},
     r"utf8proc\.h": {"tokenizer"},
     r"xxh(ash|3)\.h": {"base", "delta", "loader"},
-    r"nettle/.*\.h": {"hf", "delta", "openai", "router", "http"},
+    r"nettle/.*\.h": {"hf", "delta", "openai", "router", "http", "tools"},
     r"(cblas|lapacke|openblas_config|f77blas)\.h": {"backend/cpu"},
 }
 

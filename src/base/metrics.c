@@ -4,32 +4,12 @@
 #include "bitdelta/base/metrics.h"
 
 #include <math.h>
-#include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "metrics_internal.h"
 #include "utf8.h"
-
-typedef enum metric_kind { KIND_COUNTER, KIND_GAUGE, KIND_HISTOGRAM } metric_kind;
-
-typedef struct family family;
-
-struct bd_metric {
-    const family *family;
-    char *labels;             /* `key="value",...` sorted by key, escaped; "" without labels */
-    _Atomic uint64_t value;   /* bits of a double; a histogram's sum */
-    _Atomic uint64_t *counts; /* histogram: one per bound, then +Inf; else NULL */
-};
-
-struct family {
-    char *name, *help;
-    metric_kind kind;
-    uint32_t bound_count;
-    double *bounds;
-    bd_metric **series; /* sorted by labels */
-    size_t series_count, series_cap;
-};
 
 /* What a caller asks for; its strings are borrowed and copied when the family is new. */
 typedef struct family_spec {
@@ -38,22 +18,6 @@ typedef struct family_spec {
     uint32_t bound_count;
     const double *bounds;
 } family_spec;
-
-struct bd_metrics {
-    pthread_mutex_t lock;
-    family **families; /* sorted by name; guarded by lock, as all below */
-    size_t family_count, family_cap;
-    size_t series_max, series_count;
-    family spill_family; /* takes values when memory ran out; never written */
-    bd_metric spill;
-};
-
-static double load_double(const _Atomic uint64_t *cell) {
-    uint64_t bits = atomic_load(cell);
-    double value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
 
 static void store_double(_Atomic uint64_t *cell, double value) {
     uint64_t bits;
@@ -123,7 +87,7 @@ static bool name_valid(const char *name, bool colon) {
 
 /* Backslash and newline are escaped everywhere, the quote only in label values. Invalid UTF-8 would
  * fail the whole scrape, so it becomes U+FFFD. */
-static void put_escaped(bd_strbuf *out, const char *text, bool quote) {
+void bd_metrics_put_escaped(bd_strbuf *out, const char *text, bool quote) {
     size_t len = strlen(text);
     for (size_t i = 0; i < len;) {
         bool valid;
@@ -162,7 +126,7 @@ static char *labels_text(const bd_label *labels, uint32_t count, const char *eve
         if (i > 0) bd_strbuf_puts(&text, ",");
         bd_strbuf_puts(&text, sorted[i]->key);
         bd_strbuf_puts(&text, "=\"");
-        put_escaped(&text, every_value ? every_value : sorted[i]->value, true);
+        bd_metrics_put_escaped(&text, every_value ? every_value : sorted[i]->value, true);
         bd_strbuf_puts(&text, "\"");
     }
     if (text.failed) {
@@ -360,7 +324,7 @@ void bd_metric_observe(bd_metric *metric, double value) {
 }
 
 double bd_metric_value(const bd_metric *metric) {
-    if (!metric->counts) return load_double(&metric->value);
+    if (!metric->counts) return bd_metric_load(&metric->value);
     uint64_t total = 0;
     for (uint32_t i = 0; i <= metric->family->bound_count; i++) {
         total += atomic_load(&metric->counts[i]);
@@ -381,57 +345,82 @@ static void put_value(bd_strbuf *out, double value) {
 }
 
 /* `name_suffix{labels}`, without braces when there are no labels. */
-static void put_series(bd_strbuf *out, const bd_metric *metric, const char *suffix) {
-    bd_strbuf_puts(out, metric->family->name);
+static void put_name(bd_strbuf *out, const family *fam, const char *suffix, const char *labels) {
+    bd_strbuf_puts(out, fam->name);
     bd_strbuf_puts(out, suffix);
-    if (*metric->labels) bd_strbuf_printf(out, "{%s}", metric->labels);
+    if (*labels) bd_strbuf_printf(out, "{%s}", labels);
     bd_strbuf_puts(out, " ");
 }
 
-static void put_bucket(bd_strbuf *out, const bd_metric *metric, uint32_t index, uint64_t count) {
-    const family *fam = metric->family;
-    bd_strbuf_printf(out, "%s_bucket{%s%sle=\"", fam->name, metric->labels,
-                     *metric->labels ? "," : "");
+static void put_bucket(bd_strbuf *out, const family *fam, const char *labels, uint32_t index,
+                       uint64_t count) {
+    bd_strbuf_printf(out, "%s_bucket{%s%sle=\"", fam->name, labels, *labels ? "," : "");
     put_value(out, index < fam->bound_count ? fam->bounds[index] : (double)INFINITY);
     bd_strbuf_printf(out, "\"} %llu\n", (unsigned long long)count);
 }
 
-/* Each bucket is read once and the count is what they add up to, so that the two always agree. */
-static void put_histogram(bd_strbuf *out, const bd_metric *metric) {
+/* The count is what the buckets add up to, so that the two always agree. */
+static void put_histogram(bd_strbuf *out, const family *fam, const bd_metric_reading *reading) {
     uint64_t total = 0;
-    double sum = load_double(&metric->value);
-    for (uint32_t i = 0; i <= metric->family->bound_count; i++) {
-        total += atomic_load(&metric->counts[i]);
-        put_bucket(out, metric, i, total);
+    for (uint32_t i = 0; i <= fam->bound_count; i++) {
+        total += reading->counts[i];
+        put_bucket(out, fam, reading->labels, i, total);
     }
-    put_series(out, metric, "_sum");
-    put_value(out, sum);
+    put_name(out, fam, "_sum", reading->labels);
+    put_value(out, reading->value);
     bd_strbuf_puts(out, "\n");
-    put_series(out, metric, "_count");
+    put_name(out, fam, "_count", reading->labels);
     bd_strbuf_printf(out, "%llu\n", (unsigned long long)total);
 }
 
-static void put_family(bd_strbuf *out, const family *fam) {
+void bd_metric_read(const bd_metric *metric, bd_metric_reading *add) {
+    add->value += bd_metric_load(&metric->value);
+    for (uint32_t i = 0; metric->counts && i <= metric->family->bound_count; i++)
+        add->counts[i] += atomic_load(&metric->counts[i]);
+}
+
+void bd_family_put_head(const family *fam, bd_strbuf *out) {
     static const char *const k_types[] = {"counter", "gauge", "histogram"};
-    if (fam->series_count == 0) return;
     bd_strbuf_printf(out, "# HELP %s ", fam->name);
-    put_escaped(out, fam->help, false);
+    bd_metrics_put_escaped(out, fam->help, false);
     bd_strbuf_printf(out, "\n# TYPE %s %s\n", fam->name, k_types[fam->kind]);
-    for (size_t i = 0; i < fam->series_count; i++) {
-        const bd_metric *metric = fam->series[i];
-        if (fam->kind == KIND_HISTOGRAM) {
-            put_histogram(out, metric);
-            continue;
-        }
-        put_series(out, metric, "");
-        put_value(out, load_double(&metric->value));
-        bd_strbuf_puts(out, "\n");
+}
+
+void bd_family_put(const family *fam, const bd_metric_reading *reading, bd_strbuf *out) {
+    if (fam->kind == KIND_HISTOGRAM) {
+        put_histogram(out, fam, reading);
+        return;
     }
+    put_name(out, fam, "", reading->labels);
+    put_value(out, reading->value);
+    bd_strbuf_puts(out, "\n");
+}
+
+static void put_family(bd_strbuf *out, const family *fam, uint64_t *counts) {
+    if (fam->series_count == 0) return;
+    bd_family_put_head(fam, out);
+    for (size_t i = 0; i < fam->series_count; i++) {
+        bd_metric_reading reading = {.labels = fam->series[i]->labels, .counts = counts};
+        memset(counts, 0, (fam->bound_count + (size_t)1) * sizeof *counts);
+        bd_metric_read(fam->series[i], &reading);
+        bd_family_put(fam, &reading, out);
+    }
+}
+
+uint64_t *bd_metrics_counts(const bd_metrics *metrics) {
+    size_t most = 1;
+    for (size_t i = 0; i < metrics->family_count; i++)
+        if (metrics->families[i]->bound_count >= most)
+            most = metrics->families[i]->bound_count + (size_t)1;
+    return calloc(most, sizeof(uint64_t));
 }
 
 void bd_metrics_write(bd_metrics *metrics, bd_strbuf *out) {
     pthread_mutex_lock(&metrics->lock);
-    for (size_t i = 0; i < metrics->family_count; i++)
-        put_family(out, metrics->families[i]);
+    uint64_t *counts = bd_metrics_counts(metrics);
+    if (!counts) out->failed = true;
+    for (size_t i = 0; counts && i < metrics->family_count; i++)
+        put_family(out, metrics->families[i], counts);
+    free(counts);
     pthread_mutex_unlock(&metrics->lock);
 }

@@ -312,8 +312,16 @@ static const option_row k_rows[] = {
      .key = "tenants",
      .type = OPTION_PATH,
      .placeholder = "FILE",
-     .help = "JSON file of tenants; not in this version, refused",
+     .fallback_note = "one key or none serves everyone",
+     .help = "JSON file of tenants: their keys, what they may use and how much of it (README, "
+             "Tenants); read again by SIGHUP and POST /admin/reload",
      .at = {AT_SERVE(tenants_path)}},
+    {.flag = "metrics-public",
+     .key = "metrics_public",
+     .type = OPTION_SWITCH,
+     .help = "with tenants: /metrics of the API's address names variants and tenants, as the "
+             "admin one does, instead of giving totals",
+     .at = {AT_SERVE(metrics_public)}},
 
     /* --- device --- */
     {.flag = "backend",
@@ -743,6 +751,14 @@ static const command_row k_commands[BD_COMMAND_COUNT] = {
                     "--decode reads {\"ids\", \"skip_special_tokens\"} and writes {\"text\"}.",
          .example = "echo '{\"text\":\"hello\"}' | bitdelta tokenize --tokenizer "
                     "demo/zen-mini/tokenizer.json"},
+    [BD_COMMAND_HASH_KEY] =
+        {.name = "hash-key",
+         .summary = "turn an API key into the line that a tenants file holds",
+         .usage = "bitdelta hash-key < FILE",
+         .details = "Reads one key from standard input and prints \"sha256:\" and its SHA-256 in "
+                    "hex. Make keys by machine, of 128 random bits or more: short ones can be "
+                    "guessed from their hash.",
+         .example = "openssl rand -hex 24 | tee acme.key | bitdelta hash-key"},
     [BD_COMMAND_PLAN] =
         {.name = "plan",
          .summary = "say what memory a server would take, without starting one",

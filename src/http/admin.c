@@ -1,5 +1,5 @@
-/* admin.c - GET /admin/variants and POST /admin/variants/{name}/{verb}. Threads: the admin shard's,
- * which may wait for bd-sched. */
+/* admin.c - GET /admin/variants, POST /admin/variants/{name}/{verb}, GET /admin/tenants and POST
+ * /admin/reload. Threads: the admin shard's, which may wait for bd-sched and for a file. */
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
@@ -136,4 +136,25 @@ bool bd_admin_variant(bd_http_server *server, const char *argument, bd_strbuf *o
                                                 : BD_API_CONFLICT;
     return bd_api_fail(err, kind, NULL, "%.400s",
                        fault.message[0] ? fault.message : bd_status_text(status));
+}
+
+bool bd_admin_tenants(bd_http_server *server, bd_strbuf *out, bd_api_error *err) {
+    if (server->options.tenants)
+        bd_tenants_write_json(server->options.tenants, bd_now_us(), out);
+    else
+        bd_strbuf_puts(out, "{\"tenants\":[]}");
+    return !out->failed || bd_api_fail(err, BD_API_INTERNAL, NULL, "The server is out of memory.");
+}
+
+bool bd_admin_reload(bd_http_server *server, bd_strbuf *out, bd_api_error *err) {
+    bd_tenants_change change;
+    bd_error fault = {0};
+    if (!server->options.tenants)
+        return bd_api_fail(err, BD_API_CONFLICT, NULL, "No file of tenants is configured.");
+    if (bd_tenants_reload(server->options.tenants, &change, &fault) != BD_OK)
+        return bd_api_fail(err, BD_API_CONFLICT, NULL, "%.400s", fault.message);
+    bd_strbuf_printf(
+        out, "{\"ok\":true,\"tenants\":%" PRIu32 ",\"added\":%" PRIu32 ",\"removed\":%" PRIu32 "}",
+        change.total, change.added, change.removed);
+    return true;
 }

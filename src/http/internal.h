@@ -38,6 +38,8 @@ typedef enum bd_route_id {
     BD_ROUTE_ADMIN_VARIANTS,
     BD_ROUTE_ADMIN_VARIANT,
     BD_ROUTE_ADMIN_RESCAN,
+    BD_ROUTE_ADMIN_RELOAD,
+    BD_ROUTE_ADMIN_TENANTS,
     BD_ROUTE_LOAD_ADAPTER,
     BD_ROUTE_UNLOAD_ADAPTER
 } bd_route_id;
@@ -47,7 +49,8 @@ typedef struct bd_route {
     const char *label; /* in metrics */
     const char *path;  /* with `prefix`: what a path starts with */
     const char *allow; /* real methods, HEAD and OPTIONS included */
-    bool prefix, get, post, guarded;
+    bool prefix, get, post;
+    bool open; /* needs no key */
     bool takes_body, needs_model, new_work;
     bool runtime; /* on the public listener only with runtime_loading; the admin key guards it if
                      there is one */
@@ -213,6 +216,8 @@ bool bd_health_error(const bd_http_server *server, bool draining_too,
                      bd_api_error *err); /* true: *err says why not */
 /* admin.c */
 bool bd_admin_variants(bd_http_server *server, bd_strbuf *out, bd_api_error *err);
+bool bd_admin_tenants(bd_http_server *server, bd_strbuf *out, bd_api_error *err);
+bool bd_admin_reload(bd_http_server *server, bd_strbuf *out, bd_api_error *err);
 bool bd_admin_variant(bd_http_server *server, const char *argument, bd_strbuf *out,
                       bd_api_error *err);
 /* admin_change.c: true: the answer comes later, from bd-scan or bd-sched. */

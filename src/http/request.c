@@ -154,18 +154,27 @@ size_t bd_outbox_pop(bd_outbox *box, char *out, size_t max) {
 
 /* ---- sink of the completion, on bd-sched ---- */
 
+static void count_slow_reader(bd_metrics *metrics) {
+    if (!metrics) return;
+    bd_metric_add(bd_metrics_counter(metrics, "bd_http_slow_readers_total",
+                                     "Streams ended because their reader fell too far behind.",
+                                     NULL, 0),
+                  1.0);
+}
+
 static bool on_event(void *ctx, const char *data, size_t bytes, bool exempt) {
     bd_request *request = ctx;
     size_t limit = request->shard->server->options.stream_bytes_max;
     pthread_mutex_lock(&request->lock);
     bd_outbox *box = &request->outbox;
-    bool taken = !request->cancelled &&
-                 (exempt || bd_outbox_bytes(box) + bytes <= limit + box->exempt_bytes);
-    taken = taken && bd_outbox_push(box, data, bytes);
+    bool slow =
+        !request->cancelled && !exempt && bd_outbox_bytes(box) + bytes > limit + box->exempt_bytes;
+    bool taken = !request->cancelled && !slow && bd_outbox_push(box, data, bytes);
     if (taken && exempt) box->exempt_bytes += bytes;
     bool claimed = taken && claim_post(request);
     pthread_mutex_unlock(&request->lock);
     if (claimed) post_claimed(request);
+    if (slow) count_slow_reader(request->shard->server->options.metrics);
     return taken;
 }
 

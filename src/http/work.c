@@ -56,8 +56,11 @@ static bool model_card(bd_request *request, bd_openai *openai, bd_strbuf *out, b
     return bd_openai_model(openai, request->tenant, id, bytes, out, err);
 }
 
-static bool write_metrics(bd_http_server *server, bd_strbuf *out) {
+/* Who uses what is not for everyone to read: where tenants are apart, the public listener gives
+ * totals only. */
+static bool write_metrics(bd_http_server *server, bool admin, bd_strbuf *out) {
     bd_metrics *metrics = server->options.metrics;
+    bd_tenants *tenants = server->options.tenants;
     if (!metrics) return true;
     bd_metric_set(
         bd_metrics_gauge(metrics, "bd_http_connections", "Open client connections.", NULL, 0),
@@ -69,7 +72,16 @@ static bool write_metrics(bd_http_server *server, bd_strbuf *out) {
     bd_metric_set(
         bd_metrics_gauge(metrics, "bd_http_upload_bytes", "Memory of request bodies.", NULL, 0),
         (double)atomic_load(&server->upload_bytes));
-    bd_metrics_write(metrics, out);
+    const bool loaded = atomic_load(&server->openai) != NULL;
+    if (!tenants || admin || server->options.metrics_public) {
+        bd_metrics_write(metrics, out);
+        if (tenants) bd_tenants_write_metrics(tenants, out);
+        if (tenants && loaded) bd_router_write_fairness(server->router, out);
+    } else {
+        const char *base = loaded ? bd_router_served_at(server->router, 0)->name : "";
+        const bd_label hidden[] = {{"model_name", base}, {"variant", NULL}, {"tenant", NULL}};
+        bd_metrics_write_totals(metrics, hidden, sizeof hidden / sizeof hidden[0], out);
+    }
     return !out->failed;
 }
 
@@ -96,12 +108,16 @@ static bool simple_route(bd_request *request, bd_openai *openai, bd_api_error *e
         return !bd_health_error(server, true, err);
     case BD_ROUTE_METRICS:
         request->reply.content_type = "text/plain; version=0.0.4; charset=utf-8";
-        return write_metrics(server, out) ||
+        return write_metrics(server, request->shard->admin, out) ||
                bd_api_fail(err, BD_API_INTERNAL, NULL, "The server is out of memory.");
     case BD_ROUTE_ADMIN_VARIANTS:
         return bd_admin_variants(server, out, err);
     case BD_ROUTE_ADMIN_VARIANT:
         return bd_admin_variant(server, request->argument, out, err);
+    case BD_ROUTE_ADMIN_TENANTS:
+        return bd_admin_tenants(server, out, err);
+    case BD_ROUTE_ADMIN_RELOAD:
+        return bd_admin_reload(server, out, err);
     case BD_ROUTE_CHAT:
     case BD_ROUTE_COMPLETIONS:
     case BD_ROUTE_ADMIN_RESCAN:

@@ -73,6 +73,11 @@ struct bd_completion {
     _Atomic int cancel_reason; /* a bd_status; BD_OK: not cancelled */
 };
 
+/* admission.c */
+bool bd_completion_reserve(bd_completion *completion, bd_api_error *err);
+bool bd_completion_correct(bd_completion *completion, bd_api_error *err); /* all is tokenised */
+/* Of a tokenize or detokenize request. */
+bool bd_openai_admit(const bd_tenant *tenant, bd_api_error *err);
 /* prepare.c: checks that need the model, and the job. */
 bool bd_completion_prepare(bd_completion *completion, uint64_t received_us, bd_api_error *err);
 /* sinks.c */

@@ -121,6 +121,7 @@ bool bd_openai_tokenize(const bd_openai *openai, const bd_tenant *tenant, const 
     bd_strbuf_init(&rendered, BD_CHAT_OUTPUT_BYTES_MAX);
     bool ok = parse_tokenize(body, bytes, &arena, &request, err) &&
               find_tokenizer(openai, tenant, &request.model, &served, err) &&
+              bd_openai_admit(tenant, err) &&
               prompt_text(openai, served, arena, &request, &rendered, err) &&
               encode_prompt(served, &request, &tokens, err);
     if (ok) write_tokens(served, &tokens, request.return_token_strs, out);
@@ -183,6 +184,7 @@ bool bd_openai_detokenize(const bd_openai *openai, const bd_tenant *tenant, cons
     if (ok && !request.tokens.at)
         ok = bd_api_fail(err, BD_API_MISSING, "tokens", "Missing required parameter: 'tokens'.");
     ok = ok && find_tokenizer(openai, tenant, &request.model, &served, err) &&
+         bd_openai_admit(tenant, err) &&
          read_tokens(context.arena, request.tokens, served, &ids, &count, err);
     if (ok && bd_tokenizer_decode(served->tokenizer, ids, count, false, &text, NULL) != BD_OK)
         ok = bd_out_of_memory(err);

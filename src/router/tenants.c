@@ -9,6 +9,7 @@
 #include <sys/random.h>
 
 #include "bitdelta/base/clock.h"
+#include "bitdelta/base/log.h"
 #include "tenants_internal.h"
 
 /* ---- Holding ---- */
@@ -244,9 +245,17 @@ bd_status bd_tenants_open(const char *path, bd_tenants **out, bd_error *err) {
 
 bd_status bd_tenants_reload(bd_tenants *tenants, bd_tenants_change *out, bd_error *err) {
     pthread_mutex_lock(&tenants->reload_lock);
-    bd_status status = load(tenants, out, err);
+    bd_error fault;
+    bd_status status = load(tenants, out, &fault);
     pthread_mutex_unlock(&tenants->reload_lock);
-    return status;
+    if (status != BD_OK) {
+        bd_log_error("tenants", "not reloaded", &fault);
+        if (err) *err = fault;
+        return status;
+    }
+    bd_log(BD_LOG_INFO, "tenants", "reloaded tenants=%u added=%u removed=%u", (unsigned)out->total,
+           (unsigned)out->added, (unsigned)out->removed);
+    return BD_OK;
 }
 
 void bd_tenants_destroy(bd_tenants *tenants) {

@@ -103,6 +103,43 @@ static void test_series_limit(void **state) {
     bd_metrics_destroy(metrics);
 }
 
+/* Series that differ only in what is hidden are one; the others stay as they are. */
+static void test_totals(void **state) {
+    (void)state;
+    bd_metrics *metrics = bd_metrics_create(100);
+    const double bounds[] = {1, 2};
+    static const char *const models[] = {"zen", "zen-c", "b\"q\\,x=\"\n"};
+    for (int i = 0; i < 3; i++) {
+        const bd_label labels[] = {{"model_name", models[i]}, {"result", i == 2 ? "bad" : "ok"}};
+        bd_metric_add(bd_metrics_counter(metrics, "a_total", "a", labels, 2), i + 1);
+        bd_metric *h = bd_metrics_histogram(metrics, "h_seconds", "h", bounds, 2, labels, 1);
+        for (int k = 0; k <= i; k++)
+            bd_metric_observe(h, i);
+        bd_metric_add(bd_metrics_counter(metrics, "v_total", "v",
+                                         (bd_label[]){{"variant", models[i]}, {"z", "1"}}, 2),
+                      10);
+    }
+    bd_metric_set(bd_metrics_gauge(metrics, "z_depth", "z", NULL, 0), 7);
+    bd_strbuf out;
+    bd_strbuf_init(&out, 0);
+    const bd_label hidden[] = {{"model_name", "zen\"1"}, {"variant", NULL}};
+    bd_metrics_write_totals(metrics, hidden, 2, &out);
+    assert_false(out.failed);
+    assert_string_equal(out.data, "# HELP a_total a\n# TYPE a_total counter\n"
+                                  "a_total{model_name=\"zen\\\"1\",result=\"bad\"} 3\n"
+                                  "a_total{model_name=\"zen\\\"1\",result=\"ok\"} 3\n"
+                                  "# HELP h_seconds h\n# TYPE h_seconds histogram\n"
+                                  "h_seconds_bucket{model_name=\"zen\\\"1\",le=\"1\"} 3\n"
+                                  "h_seconds_bucket{model_name=\"zen\\\"1\",le=\"2\"} 6\n"
+                                  "h_seconds_bucket{model_name=\"zen\\\"1\",le=\"+Inf\"} 6\n"
+                                  "h_seconds_sum{model_name=\"zen\\\"1\"} 8\n"
+                                  "h_seconds_count{model_name=\"zen\\\"1\"} 6\n"
+                                  "# HELP v_total v\n# TYPE v_total counter\nv_total{z=\"1\"} 30\n"
+                                  "# HELP z_depth z\n# TYPE z_depth gauge\nz_depth 7\n");
+    bd_strbuf_deinit(&out);
+    bd_metrics_destroy(metrics);
+}
+
 typedef struct shared {
     bd_metrics *metrics;
     bd_metric *counter, *histogram;
@@ -165,6 +202,7 @@ static void test_threads(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_text),
+        cmocka_unit_test(test_totals),
         cmocka_unit_test(test_series_limit),
         cmocka_unit_test(test_threads),
     };

@@ -35,5 +35,9 @@ double bd_metric_value(const bd_metric *metric); /* histogram: how many observat
 
 /* Families sorted by name, series by labels; histograms from one snapshot. */
 void bd_metrics_write(bd_metrics *metrics, bd_strbuf *out);
+/* The same, but labels with these keys have this value (NULL: are not there), and series that are
+ * then alike are one, their sum. */
+void bd_metrics_write_totals(bd_metrics *metrics, const bd_label *hidden, uint32_t hidden_count,
+                             bd_strbuf *out);
 
 #endif

@@ -16,6 +16,7 @@ typedef enum bd_command {
     BD_COMMAND_INSPECT,
     BD_COMMAND_GENERATE,
     BD_COMMAND_TOKENIZE,
+    BD_COMMAND_HASH_KEY,
     BD_COMMAND_PLAN,
     BD_COMMAND_RESHARD,
     BD_COMMAND_VERSION,
@@ -131,8 +132,9 @@ typedef struct bd_serve_options {
     bd_string_list api_keys; /* empty: no key is asked for */
     char *admin_key;         /* NULL: no key is asked for */
     bool runtime_loading;    /* adapters may be loaded and unloaded on `listen` too */
-    char *tenants_path;
-    uint32_t log_level; /* bd_log_level */
+    char *tenants_path;      /* NULL: no tenants */
+    bool metrics_public;     /* with tenants: series of variants and tenants on `listen` too */
+    uint32_t log_level;      /* bd_log_level */
 } bd_serve_options;
 
 typedef struct bd_compress_options {
@@ -169,10 +171,10 @@ typedef struct bd_generate_options {
     char *dump_logits_path;
     uint32_t chunk_tokens; /* prompt rows per step */
     uint32_t tensor_parallel;
-    uint32_t threads;      /* 0: all usable cores */
-    uint32_t backend;      /* bd_option_backend */
-    uint32_t dtype;        /* bd_option_dtype */
-    uint32_t kernels;      /* bd_option_kernels */
+    uint32_t threads; /* 0: all usable cores */
+    uint32_t backend; /* bd_option_backend */
+    uint32_t dtype;   /* bd_option_dtype */
+    uint32_t kernels; /* bd_option_kernels */
     uint32_t log_level;
 } bd_generate_options;
 

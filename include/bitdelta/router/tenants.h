@@ -47,8 +47,9 @@ typedef struct bd_tenants_change {
     uint32_t total, added, removed;
 } bd_tenants_change;
 
-/* Reads the file again. On failure the tenants stay as they were. Requests go on with the tenant
- * they began with; a name that stays keeps its id, its counters and what it has used up. */
+/* Reads the file again; logs the outcome. On failure the tenants stay as they were. Requests go on
+ * with the tenant they began with; a name that stays keeps its id, its counters and what it has
+ * used up. */
 BD_MUST_CHECK bd_status bd_tenants_reload(bd_tenants *tenants, bd_tenants_change *out,
                                           bd_error *err);
 
