@@ -275,26 +275,19 @@ static void drop_leases_beyond(bd_router *router, double limit, uint64_t now_us)
     }
 }
 
-static void note_idle(const bd_router *router) {
-    if (!router->idle || router->running > 0) return;
-    for (const bd_router_queue *q = router->active_first; q; q = q->next)
-        if (q->lease_state == BD_LEASE_HELD && !q->lease.load) {
-            bd_metric_add(router->idle, 1.0);
-            return;
-        }
-}
-
 /* The least served first. Whoever has nothing that could start, for its variants are not resident,
- * is passed by those that are not too far ahead of it; by others only when nothing runs at all. */
-static void start_all(bd_router *router, uint64_t now_us) {
+ * is passed by those that are not too far ahead of it; by others only when nothing runs at all.
+ * false: the engine is full. */
+static bool start_all(bd_router *router, uint64_t now_us) {
     double limit = HUGE_VAL;
     bool held = false;
+    start result = NOTHING;
     bd_fair_flow *flow;
-    while (!held && (flow = bd_fair_first(router->fair))) {
+    while ((flow = bd_fair_first(router->fair))) {
         bd_router_account *account = account_of(flow);
         held = router->running > 0 && bd_fair_key(router->fair, flow) > limit;
         if (held) break;
-        start result = start_from(account, now_us);
+        result = start_from(account, now_us);
         if (result == ENGINE_FULL) break;
         if (result == STARTED || flow->waiting == 0) continue;
         if (account->blocked_us == 0) account->blocked_us = now_us;
@@ -304,6 +297,17 @@ static void start_all(bd_router *router, uint64_t now_us) {
     bd_fair_take_back(router->fair);
     if (held && router->held) bd_metric_add(router->held, 1.0);
     if (held && router->refused_count > 0) drop_leases_beyond(router, limit, now_us);
+    return result != ENGINE_FULL;
+}
+
+/* With room in the engine and nothing of substance there, no job may be left whose variant is. */
+static void note_idle(const bd_router *router) {
+    if (!router->idle || router->running > 0) return;
+    for (const bd_router_queue *q = router->active_first; q; q = q->next) {
+        if (q->lease_state != BD_LEASE_HELD || q->lease.load) continue;
+        bd_metric_add(router->idle, 1.0);
+        return;
+    }
 }
 
 /* ---- Hooks ---- */
@@ -325,8 +329,7 @@ void bd_router_before_step(void *ctx, uint64_t now_us, bool cache_changed) {
     if (router->active_first) {
         ask_all(router, now_us, cache_changed);
         bd_squeeze_update(router, now_us);
-        start_all(router, now_us);
-        note_idle(router);
+        if (start_all(router, now_us)) note_idle(router);
     }
     if (!router->waiting) return;
     bd_engine_stats stats;

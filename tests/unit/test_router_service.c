@@ -258,6 +258,37 @@ static void check_shares(const world *w, double bound, double units_at_least) {
 
 /* ---- Tests ---- */
 
+/* Reads the metrics all the time; what they say of one moment stays within the bound, too. */
+typedef struct reader {
+    world *world;
+    _Atomic bool over;
+    double most_apart;
+} reader;
+
+static double value_of(const char *text, const char *series) {
+    const char *at = text ? strstr(text, series) : NULL;
+    return at ? strtod(at + strlen(series), NULL) : 0.0;
+}
+
+static void *run_reader(void *arg) {
+    reader *r = arg;
+    bd_strbuf text;
+    bd_strbuf_init(&text, 0);
+    while (!atomic_load(&r->over)) {
+        bd_strbuf_clear(&text);
+        bd_router_write_fairness(r->world->router, &text);
+        const char *all = text.data;
+        double a = value_of(all, "\nbitdelta_tenant_service_tokens_total{tenant=\"t0\"} "),
+               b = value_of(all, "\nbitdelta_tenant_service_tokens_total{tenant=\"t1\"} "),
+               waiting = value_of(all, "\nbitdelta_tenant_waiting{tenant=\"t0\"} ") *
+                         value_of(all, "\nbitdelta_tenant_waiting{tenant=\"t1\"} ");
+        double apart = fabs(a - b / r->world->tenant[1]->weight);
+        if (waiting > 0.0 && apart > r->most_apart) r->most_apart = apart;
+    }
+    bd_strbuf_deinit(&text);
+    return NULL;
+}
+
 /* All is there from the start; tenant 1 has long prompts and another weight, and asks to be served
  * first. */
 static void run_shares(uint64_t seed, double weight) {
@@ -273,10 +304,16 @@ static void run_shares(uint64_t seed, double weight) {
         requests[i].job.params.priority = second ? -(int64_t)(i % 5) : 0;
         submit(&requests[i], i % 2);
     }
+    reader r = {.world = &w};
+    pthread_t thread;
+    assert_int_equal(pthread_create(&thread, NULL, run_reader, &r), 0);
     run_world(&w, COUNT);
+    atomic_store(&r.over, true);
+    pthread_join(thread, NULL);
     for (uint32_t i = 0; i < COUNT; i++)
         assert_int_equal(requests[i].status, BD_OK);
     check_shares(&w, 2.0 * unit_of(1.0), 5.0);
+    assert_true(r.most_apart <= 2.0 * unit_of(1.0));
     close_world(&w);
     free(requests);
 }
