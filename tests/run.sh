@@ -50,7 +50,7 @@ if [ $quick = 0 ]; then
     run_ctest build-asan asan
     say "build: clang with ThreadSanitizer"
     check build-tsan build_tree build-tsan -DCMAKE_C_COMPILER=clang -DBD_CUDA=off -DBD_SANITIZE=thread
-    run_ctest build-tsan tsan 'base_(mailbox|pool|metrics)|tokenizer_threads|loader|cache|engine_[gks]|router|http'
+    run_ctest build-tsan tsan 'base_(mailbox|pool|metrics)|tokenizer_threads|loader|cache|engine_[gkrs]|router|http'
     say "build: arm64, run under emulation"
     if arm64_ready; then
         check build-arm64 build_arm64 build-arm64
