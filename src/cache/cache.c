@@ -232,6 +232,13 @@ void bd_cache_forget(bd_cache *cache, bd_variant *variant) {
     bd_variant_collect(cache, variant);
 }
 
+void bd_cache_retire(bd_cache *cache, bd_variant *variant) {
+    set_pinned(cache, variant, false);
+    variant->policy.retired = true;
+    variant->policy.protected_by_rate = false;
+    cache->changed = true;
+}
+
 void bd_cache_touch(bd_cache *cache, bd_variant *variant, uint64_t now_us) {
     bd_policy_touch(&cache->policy, &variant->policy, now_us);
 }

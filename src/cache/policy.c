@@ -19,6 +19,9 @@ static const double span_requests[BD_POLICY_SPANS] = {8, 32, 128, 512, 4096, 327
 #define COMMON_PART  0.03 /* 0 to 0.05 */
 #define MARGIN       0.25 /* 0.1 to 0.25; long cycles want it large, drift small */
 
+/* A place among the most wanted is worth so many standard errors, MARGIN at most. */
+#define PROTECT_ERRORS 1.5
+
 void bd_policy_init(bd_policy *policy, double half_life_s) {
     memset(policy, 0, sizeof *policy);
     policy->half_life_us = (half_life_s > 0 ? half_life_s : 60) * 1e6;
@@ -29,10 +32,14 @@ void bd_policy_init(bd_policy *policy, double half_life_s) {
     }
 }
 
-static double count_now(const bd_policy *policy, const bd_policy_item *item, int span) {
-    if (item->count[span] <= 0) return 0;
+static double decayed(const bd_policy *policy, const bd_policy_item *item, double count, int span) {
+    if (count <= 0) return 0;
     double gap = (double)(policy->requests - item->seen);
-    return item->count[span] * exp2(-gap / span_requests[span]);
+    return count * exp2(-gap / span_requests[span]);
+}
+
+static double count_now(const bd_policy *policy, const bd_policy_item *item, int span) {
+    return decayed(policy, item, item->count[span], span);
 }
 
 static double share_of(const bd_policy *policy, double count, int span) {
@@ -67,15 +74,19 @@ double bd_policy_rate(const bd_policy *policy, const bd_policy_item *item, uint6
 /* A span counts a request by its credit for it. So a burst that the short spans foresee leaves
  * little trace in the long ones, and does not pass for lasting popularity when it is over. */
 void bd_policy_touch(bd_policy *policy, bd_policy_item *item, uint64_t now_us) {
-    double counts[BD_POLICY_SPANS], credit[BD_POLICY_SPANS];
-    for (int s = 0; s < BD_POLICY_SPANS; s++)
+    double counts[BD_POLICY_SPANS], plain[BD_POLICY_SPANS], credit[BD_POLICY_SPANS];
+    for (int s = 0; s < BD_POLICY_SPANS; s++) {
         counts[s] = count_now(policy, item, s);
+        plain[s] = decayed(policy, item, item->plain[s], s);
+    }
     credit_spans(policy, counts, credit);
     policy->requests++;
     for (int s = 0; s < BD_POLICY_SPANS; s++) {
         double part = COMMON_PART + (1 - COMMON_PART) * credit[s];
         policy->total[s] = policy->total[s] * policy->decay[s] + part;
         item->count[s] = counts[s] * policy->decay[s] + part;
+        policy->plain_total[s] = policy->plain_total[s] * policy->decay[s] + 1;
+        item->plain[s] = plain[s] * policy->decay[s] + 1;
     }
     item->seen = policy->requests;
     /* A steady stream of r requests a second settles at r. */
@@ -91,12 +102,35 @@ double bd_policy_score(const bd_policy *policy, const bd_policy_item *item) {
     return score;
 }
 
+/* Like the score, but of plain counts: they are steadier, and a place among the most wanted is
+ * meant to last. *error is that of the difference to another of the same share: a share p that is
+ * counted over n requests is off by sqrt(p / n), and n is twice the decayed total. */
+static double steady_share(const bd_policy *policy, const bd_policy_item *item, double *error) {
+    double share = 0, per_root = 0;
+    for (int s = 0; s < BD_POLICY_SPANS; s++) {
+        if (policy->plain_total[s] <= 0) continue;
+        share +=
+            policy->weight[s] * decayed(policy, item, item->plain[s], s) / policy->plain_total[s];
+        per_root += policy->weight[s] / sqrt(policy->plain_total[s]);
+    }
+    *error = per_root * sqrt(share);
+    return share;
+}
+
+/* The more is known of two, the smaller the difference that decides between them: else whoever was
+ * lucky at first would keep its place from a slightly better one for ever. */
+static double protect_value(const bd_policy *policy, const bd_policy_item *item) {
+    double error;
+    const double share = steady_share(policy, item, &error);
+    return item->protected_by_rate ? share + fmin(PROTECT_ERRORS * error, policy->margin * share)
+                                   : share;
+}
+
 void bd_policy_protect(const bd_policy *policy, bd_policy_item *const *residents, size_t count,
                        uint32_t top, uint32_t pages_max) {
     for (size_t i = 0; i < count; i++) {
         bd_policy_item *item = residents[i];
-        double bonus = item->protected_by_rate ? 1 + policy->margin : 1;
-        item->value = bd_policy_score(policy, item) * bonus;
+        item->value = protect_value(policy, item);
         item->protected_by_rate = false;
     }
     uint32_t pages = 0;
@@ -104,7 +138,8 @@ void bd_policy_protect(const bd_policy *policy, bd_policy_item *const *residents
         bd_policy_item *best = NULL;
         for (size_t i = 0; i < count; i++) {
             bd_policy_item *item = residents[i];
-            if (item->pinned || item->protected_by_rate || item->value <= 0) continue;
+            if (item->pinned || item->retired || item->protected_by_rate || item->value <= 0)
+                continue;
             if (item->pages > pages_max - pages) continue;
             if (!best || item->value > best->value) best = item;
         }

@@ -24,10 +24,12 @@ typedef struct bd_policy {
     double weight[BD_POLICY_SPANS]; /* sum 1 */
     double decay[BD_POLICY_SPANS];  /* per request */
     double total[BD_POLICY_SPANS];  /* of all variants' counts, decayed alike */
+    double plain_total[BD_POLICY_SPANS];
 } bd_policy;
 
 typedef struct bd_policy_item {
     double count[BD_POLICY_SPANS]; /* as of request number `seen` */
+    double plain[BD_POLICY_SPANS]; /* every request as one, whoever foresaw it */
     uint64_t seen;
     double rate; /* requests per second, decayed to rate_us */
     uint64_t rate_us;
@@ -35,6 +37,7 @@ typedef struct bd_policy_item {
     uint32_t admission;     /* grows with each admission; the newest is on probation */
     bool fixed;             /* pinned, leased or loading: not a victim */
     bool pinned;            /* by the operator */
+    bool retired;           /* nobody new will want it: not protected by rate */
     bool protected_by_rate; /* set by bd_policy_protect */
     double value;           /* scratch of the ranking under way */
     bool chosen;            /* scratch */
@@ -46,8 +49,9 @@ void bd_policy_touch(bd_policy *policy, bd_policy_item *item, uint64_t now_us);
 double bd_policy_rate(const bd_policy *policy, const bd_policy_item *item, uint64_t now_us);
 double bd_policy_score(const bd_policy *policy, const bd_policy_item *item);
 
-/* Marks up to `top` unpinned residents of the highest score, of at most pages_max pages together;
- * those marked before keep their place unless another is better by the margin. */
+/* Marks up to `top` residents of the largest share of the requests, of at most pages_max pages
+ * together, but none that is pinned or retired; those marked before keep their place unless another
+ * is better by the margin, or by what chance alone hardly makes out of nothing. */
 void bd_policy_protect(const bd_policy *policy, bd_policy_item *const *residents, size_t count,
                        uint32_t top, uint32_t pages_max);
 /* Picks victims until they free need_pages: indices into residents in *victims (room for count),

@@ -1,5 +1,6 @@
 /* chat_book.c - chat templates by model directory, read once. A replaced variant has other digests,
- * of its weights or of the files beside them, so its files are read again. Threads: any; the lock is not held while files are read. */
+ * of its weights or of the files beside them, so its files are read again. Threads: any; the lock
+ * is not held while files are read. */
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>

@@ -197,6 +197,8 @@ BD_MUST_CHECK bd_status bd_queue_append(bd_router_queue *queue, bd_job *job);
 void bd_queue_remove(bd_router_queue *queue, bd_job *job);
 void bd_queue_drop_lease(bd_router_queue *queue,
                          uint64_t now_us); /* back to NONE, whatever it was */
+void bd_queue_fail_all(bd_router_queue *queue, bd_status status, const bd_error *err,
+                       uint32_t retry_after_s);
 void bd_router_before_step(void *ctx, uint64_t now_us, bool cache_changed);
 uint64_t bd_router_next_wake_us(void *ctx, uint64_t now_us);
 void bd_router_closed(void *ctx, const bd_error *err);

@@ -79,8 +79,8 @@ void bd_queue_drop_lease(bd_router_queue *queue, uint64_t now_us) {
     if (before == BD_LEASE_WAITING) bd_cache_wait_cancel(cache, &queue->waiter);
 }
 
-static void fail_all(bd_router_queue *queue, bd_status status, const bd_error *err,
-                     uint32_t retry_after_s) {
+void bd_queue_fail_all(bd_router_queue *queue, bd_status status, const bd_error *err,
+                       uint32_t retry_after_s) {
     while (queue->lines)
         bd_job_fail(queue->lines->first, status, err, retry_after_s);
 }
@@ -91,7 +91,7 @@ static void fail_variant(bd_router_queue *queue, const bd_error *err, uint64_t n
     bd_cache_info(queue->router->options.cache, queue->served.variant, now_us, &info);
     uint64_t wait_us = info.retry_at_us > now_us ? info.retry_at_us - now_us : 0;
     uint64_t wait_s = 1 + wait_us / 1000000u;
-    fail_all(queue, BD_E_VARIANT, err, (uint32_t)(wait_s < 60 ? wait_s : 60));
+    bd_queue_fail_all(queue, BD_E_VARIANT, err, (uint32_t)(wait_s < 60 ? wait_s : 60));
 }
 
 static void on_ready(bd_cache_waiter *waiter, bd_status status, const bd_lease *lease,
@@ -265,10 +265,12 @@ static start start_from(bd_router_account *account, uint64_t now_us) {
     return STARTED;
 }
 
-/* While somebody needs pages, those who may not start anyway do not keep theirs. */
+/* While somebody needs pages, those who may not start anyway do not keep theirs, unless they could
+ * not be read again. */
 static void drop_leases_beyond(bd_router *router, double limit, uint64_t now_us) {
     for (bd_router_queue *q = router->active_first; q; q = q->next) {
-        bool wanted = q->served.is_base || q->lease_state != BD_LEASE_HELD;
+        bool wanted =
+            q->served.is_base || q->lease_state != BD_LEASE_HELD || (q->retired && !q->keeps_files);
         for (const bd_router_line *l = q->lines; l && !wanted; l = l->next_of_queue)
             wanted = bd_fair_key(router->fair, &l->account->flow) <= limit;
         if (!wanted) bd_queue_drop_lease(q, now_us);
@@ -348,6 +350,6 @@ void bd_router_closed(void *ctx, const bd_error *err) {
     router->closed = true;
     router->closed_error = *err;
     while (router->active_first)
-        fail_all(router->active_first, err->status, err, 0);
+        bd_queue_fail_all(router->active_first, err->status, err, 0);
     bd_loads_close(router, err);
 }

@@ -252,16 +252,16 @@ const bd_served *bd_router_served_at(bd_router *router, uint32_t index) {
 
 /* ---- Changes ---- */
 
-/* The registry lets go. Its pin goes at once: the pages are wanted for what replaces it. */
+/* The registry lets go. Its pin goes at once, and so does its place among the most wanted: the
+ * pages are wanted for what replaces it. */
 static void retire(bd_router *router, bd_router_queue *queue) {
     queue->retired = true;
-    /* Its pages could not be read again: what waits for it must get them before they go. */
+    /* Its pages could not be read again: if others can give way in its place, they are to. */
     if (!queue->keeps_files) queue->paused = false;
     queue->next_retired = router->retired_first;
     if (router->retired_first) router->retired_first->prev_retired = queue;
     router->retired_first = queue;
-    bd_status status = bd_cache_pin(router->options.cache, queue->served.variant, false, NULL);
-    (void)status; /* taking a pin away cannot be refused */
+    bd_cache_retire(router->options.cache, queue->served.variant);
     bd_router_release(router, &queue->served);
 }
 

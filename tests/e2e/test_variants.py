@@ -398,15 +398,16 @@ def test_unload_during_use_and_load(launch, deltas):
 @pytest.mark.parametrize("replace", [False, True], ids=["removed", "replaced"])
 @pytest.mark.parametrize("wait", [0.3, 2.6], ids=["before", "during"])
 def test_retired_while_a_cold_variant_waits(launch, deltas, tmp_path, wait, replace):
-    """The only slot's variant goes, before or after it was told to give way: everybody is answered."""
+    """The only slot's variant goes, before or after it was told to give way: everybody is answered, and the cold one need not
+    wait for the backlog."""
     server = start(launch, deltas, "--slots", "1", "--max-seqs", "2")
     statuses = []
 
     def ask(model, tokens):
         body = {"model": model, "prompt": "def ", "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        statuses.append((model, requests.post(server.url + "/v1/completions", json=body, timeout=60).status_code))
+        statuses.append((model, requests.post(server.url + "/v1/completions", json=body, timeout=180).status_code))
 
-    threads = [threading.Thread(target=ask, args=(C, 900)) for _ in range(12)]
+    threads = [threading.Thread(target=ask, args=(C, 1800 if replace else 900)) for _ in range(12)]
     for thread in threads:
         thread.start()
     eventually(lambda: server.metric("vllm:num_requests_waiting") == 10, what="queue")
@@ -419,10 +420,13 @@ def test_retired_while_a_cold_variant_waits(launch, deltas, tmp_path, wait, repl
     else:
         assert adapter(server.admin_url, "unload", C).status_code == 200
     for thread in threads:
-        thread.join(90)
-    assert sorted(statuses) == [(C, 200)] * 12 + [(SQL, 200)]
-    if not replace:  # else the old weights cannot be read again, and those who wait for them come first
-        assert statuses[-1] != (SQL, 200)
+        thread.join(200)
+    assert statuses.count((SQL, 200)) == 1
+    done, dismissed = statuses.count((C, 200)), statuses.count((C, 503))
+    if replace:  # the old weights cannot be read again: who waits for them is told to ask again, who runs on them goes on
+        assert done >= 2 and dismissed >= 1 and done + dismissed == 12
+    else:
+        assert done == 12 and statuses[-1] != (SQL, 200)
     eventually(lambda: not any(v["retired"] for v in listing(server)["variants"]), what="end of the old one")
 
 

@@ -183,6 +183,11 @@ bool bd_cache_poll(bd_cache *cache, uint64_t now_us) {
     return changed;
 }
 
+void bd_cache_retire(bd_cache *cache, bd_variant *variant) {
+    fake_cache_check(cache);
+    variant->pinned = false;
+}
+
 bd_status bd_cache_pin(bd_cache *cache, bd_variant *variant, bool pinned, bd_error *err) {
     fake_cache_check(cache);
     (void)err;

@@ -177,12 +177,31 @@ static void test_similar_ones_do_not_trade_places(void **state) {
     assert_in_range(swaps, 0, 20);
 }
 
+/* Whoever was lucky at first does not keep the place of one that is a little better for ever. */
+static void test_luck_does_not_last(void **state) {
+    (void)state;
+    scene s = scene_make(10, 10);
+    for (uint32_t i = 0; i < 10; i++)
+        s.residents[i] = &s.items[i];
+    for (uint32_t i = 0; i < 40; i++)
+        bd_policy_touch(&s.policy, &s.items[1], i);
+    bd_policy_protect(&s.policy, s.residents, 10, 1, 10);
+    assert_true(s.items[1].protected_by_rate);
+    for (uint32_t i = 0; i < 40000; i++) { /* 0 comes 12 times where 1 comes 10 times */
+        uint32_t at = (uint32_t)fake_below(62);
+        bd_policy_touch(&s.policy, &s.items[at < 12 ? 0 : at < 22 ? 1 : 2 + at % 8], i);
+        if (i % 10 == 0) bd_policy_protect(&s.policy, s.residents, 10, 1, 10);
+    }
+    assert_true(s.items[0].protected_by_rate && !s.items[1].protected_by_rate);
+}
+
 static void random_residents(scene *s) {
     for (uint32_t i = 0; i < s->count; i++) {
         bd_policy_item *item = &s->items[i];
         item->pages = 1 + (uint32_t)fake_below(4);
         item->fixed = fake_below(4) == 0;
         item->pinned = fake_below(8) == 0;
+        item->retired = fake_below(8) == 0;
         item->protected_by_rate = fake_below(8) == 0;
         item->admission = i + 1;
         s->residents[i] = item;
@@ -201,7 +220,7 @@ static void test_protect_keeps_to_its_bounds(void **state) {
         uint32_t marked = 0, pages = 0;
         for (uint32_t i = 0; i < s.count; i++) {
             if (!s.items[i].protected_by_rate) continue;
-            assert_false(s.items[i].pinned);
+            assert_false(s.items[i].pinned || s.items[i].retired);
             marked++;
             pages += s.items[i].pages;
         }
@@ -257,6 +276,7 @@ int main(void) {
         cmocka_unit_test(test_burst_leaves),
         cmocka_unit_test(test_old_habits),
         cmocka_unit_test(test_similar_ones_do_not_trade_places),
+        cmocka_unit_test(test_luck_does_not_last),
         cmocka_unit_test(test_protect_keeps_to_its_bounds),
         cmocka_unit_test(test_victims),
     };

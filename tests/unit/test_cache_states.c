@@ -456,6 +456,31 @@ static void test_protected_by_rate(void **state) {
     scene_end(s);
 }
 
+/* What was replaced keeps its memory neither by its old popularity nor by its pin. */
+static void test_retired_are_not_protected(void **state) {
+    (void)state;
+    scene *s = scene_make(2, 2, 4, NULL);
+    for (uint32_t i = 0; i < 2; i++)
+        make_ready(s, i, 1);
+    for (uint32_t i = 0; i < 20; i++)
+        bd_cache_touch(s->cache, s->v[0], i * SECOND);
+    assert_int_equal(bd_cache_pin(s->cache, s->v[0], true, NULL), BD_OK);
+    bd_lease lease, other;
+    assert_int_equal(acquire(s, 1, 20 * SECOND, &lease, NULL), BD_OK);
+    assert_int_equal(acquire(s, 2, 20 * SECOND, &other, NULL), BD_BUSY);
+    assert_int_equal(bd_cache_pin(s->cache, s->v[0], false, NULL), BD_OK);
+    assert_int_equal(acquire(s, 2, 20 * SECOND, &other, NULL), BD_BUSY); /* by its rate */
+    assert_int_equal(bd_cache_pin(s->cache, s->v[0], true, NULL), BD_OK);
+    bd_cache_retire(s->cache, s->v[0]);
+    bd_variant_info info = cache_fake_info(s->cache, s->v[0], 20 * SECOND);
+    assert_false(info.pinned || info.protected_by_rate);
+    assert_true(bd_cache_poll(s->cache, 20 * SECOND)); /* so that those who were told BD_BUSY ask */
+    assert_int_equal(acquire(s, 2, 20 * SECOND, &other, NULL), BD_AGAIN);
+    assert_int_equal(state_of(s, 0), BD_VARIANT_ABSENT);
+    bd_cache_release(s->cache, &lease, 21 * SECOND);
+    scene_end(s);
+}
+
 /* ---- callbacks that call back ---- */
 
 typedef struct busy_waiter {
@@ -576,6 +601,7 @@ int main(void) {
         cmocka_unit_test(test_unload_twice_between_polls),
         cmocka_unit_test(test_pins),
         cmocka_unit_test(test_protected_by_rate),
+        cmocka_unit_test(test_retired_are_not_protected),
         cmocka_unit_test(test_callbacks_call_back),
         cmocka_unit_test(test_metrics),
     };

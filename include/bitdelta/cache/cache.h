@@ -81,6 +81,9 @@ BD_MUST_CHECK bd_status bd_cache_register(bd_cache *cache, bd_delta *delta, bool
  * then); until that new acquires fail with BD_E_NOT_FOUND. Waiters get BD_E_NOT_FOUND in the next
  * poll. */
 void bd_cache_forget(bd_cache *cache, bd_variant *variant);
+/* Nobody new will ask for it: it loses its pin and its place among the most wanted for good. Those
+ * who ask nevertheless are served as before. */
+void bd_cache_retire(bd_cache *cache, bd_variant *variant);
 
 /* Counts one request for the rate. */
 void bd_cache_touch(bd_cache *cache, bd_variant *variant, uint64_t now_us);
