@@ -544,7 +544,7 @@ def test_killed_during_loads_starts_again(launch, deltas):
 # ---- Refused flags ----
 
 
-@pytest.mark.parametrize("flags, words", [(["--dtype", "fp16"], "dtype"), (["--tensor-parallel", "2"], "tensor_parallel")])
+@pytest.mark.parametrize("flags, words", [(["--dtype", "fp16"], "dtype"), (["--tensor-parallel", "8"], "tensor_parallel")])
 def test_refused_values_are_wrong_usage(flags, words, tmp_path):
     command = [BINARY, "serve", "--base", "demo/zen-mini", "--listen", "127.0.0.1:0", "--admin", "none", "--backend", "cpu"]
     run = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=60)
