@@ -424,7 +424,7 @@ def test_retired_while_a_cold_variant_waits(launch, deltas, tmp_path, wait, repl
     assert statuses.count((SQL, 200)) == 1
     done, dismissed = statuses.count((C, 200)), statuses.count((C, 503))
     if replace:  # the old weights cannot be read again: who waits for them is told to ask again, who runs on them goes on
-        assert done >= 2 and dismissed >= 1 and done + dismissed == 12
+        assert done >= 2 and done + dismissed == 12 and (dismissed >= 1 or wait > 2)  # a quick one may be past it all by then
     else:
         assert done == 12 and statuses[-1] != (SQL, 200)
     eventually(lambda: not any(v["retired"] for v in listing(server)["variants"]), what="end of the old one")
