@@ -20,7 +20,10 @@ static enum MHD_Result look_at_header(void *cls, enum MHD_ValueKind kind, const 
     for (size_t i = 0; i < key_size; i++)
         if ((unsigned char)key[i] <= ' ' || key[i] == 0x7F) found->bad_name = true;
     if (key_size == 0) found->bad_name = true;
-    if (value && memchr(value, '\0', value_size)) found->bad_value = true;
+    /* Control characters, a lone CR above all, which others may take for the end of the line. */
+    for (size_t i = 0; value && i < value_size; i++)
+        if (((unsigned char)value[i] < ' ' && value[i] != '\t') || value[i] == 0x7F)
+            found->bad_value = true;
     if (name_is(key, key_size, "Content-Length")) found->lengths++;
     if (name_is(key, key_size, "Host")) found->hosts++;
     if (name_is(key, key_size, "Transfer-Encoding")) {
@@ -146,8 +149,7 @@ bool bd_head_check(bd_request *request, const char *method, uint64_t declared_by
     const bd_route *route = request->route;
     bool admin = request->shard->admin || (known && route->runtime && server->admin_guarded);
     if (request->shard->admin || (known && route->runtime)) {
-        bool keyed =
-            admin ? server->admin_guarded : server->key_count > 0 || server->options.tenants;
+        bool keyed = admin ? server->admin_guarded : server->key_count > 0;
         if (!bd_origin_check(request, keyed, err)) return false;
     }
     if (!known) return false;
@@ -159,7 +161,7 @@ bool bd_head_check(bd_request *request, const char *method, uint64_t declared_by
     if (!check_method(request, method, err)) return false;
     const char *header =
         MHD_lookup_connection_value(request->connection, MHD_HEADER_KIND, "Authorization");
-    if (!route->open && !bd_key_check(server, admin, header, &request->tenant))
+    if (route->guarded && !bd_key_check(server, admin, header, &request->tenant))
         return bd_api_fail(err, BD_API_KEY, NULL, "Incorrect API key provided or no key given.");
     if (route->id != BD_ROUTE_HEALTH && !request->shard->admin &&
         atomic_load(&server->connection_count) > server->options.connections_max) {
