@@ -4,7 +4,8 @@
 #   tests/run.sh --quick     one build, unit and end-to-end tests only
 #   tests/run.sh --oracles   also the comparisons with transformers, PEFT, lm_eval and a real model (downloads about 3 GB,
 #                            the model into ~/.cache/bitdelta or $BD_ORACLE_CACHE)
-# Not part of it, for the time they take: tests/tidy.sh (clang-tidy), longer fuzzing (tests/fuzz/README.md).
+# Not part of it, for the time they take: tests/tidy.sh (clang-tidy), longer fuzzing (tests/fuzz/README.md), a longer soak
+# (tests/soak.py).
 set -u
 cd "$(dirname "$0")/.." || exit 1
 quick=0 oracles=0
@@ -45,12 +46,16 @@ fi
 .venv/bin/python -m pytest tests/e2e -q -x --maxfail=20 -m "$marks" --junitxml=$PWD/$results/e2e.xml
 
 if [ $quick = 0 ]; then
+    say "mixed traffic with faults of chance"
+    check soak .venv/bin/python tests/soak.py --seconds 20
+    check soak-self-test .venv/bin/python tests/soak.py --self-test
     say "build: gcc with AddressSanitizer and UndefinedBehaviorSanitizer"
     check build-asan build_tree build-asan -DCMAKE_C_COMPILER=gcc -DBD_CUDA=off -DBD_SANITIZE=address,undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo
     run_ctest build-asan asan
     say "build: clang with ThreadSanitizer"
     check build-tsan build_tree build-tsan -DCMAKE_C_COMPILER=clang -DBD_CUDA=off -DBD_SANITIZE=thread
     run_ctest build-tsan tsan 'base_(mailbox|pool|metrics)|tokenizer_threads|loader|cache|engine_[gkrs]|router|http'
+    check tsan-server env BITDELTA_BIN=$PWD/build-tsan/bitdelta .venv/bin/python tests/soak.py --seconds 20 --clients 4
     say "build: arm64, run under emulation"
     if arm64_ready; then
         check build-arm64 build_arm64 build-arm64

@@ -74,7 +74,7 @@ class Soak:
         model = rng.choice(STAYING if rng.random() < 0.8 else MOVING)
         ids, want = rng.choice(self.golden[model])
         count = rng.randrange(1, min(TOKENS, len(want)) + 1)
-        if self.options.plant == "answer" and rng.random() < 0.2:
+        if self.options.plant == "answer":
             want = [want[0] + 1, *want[1:]]
         return model, golden_body(model, ids, count), want[:count]
 
