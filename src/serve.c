@@ -449,9 +449,10 @@ static bd_status attach_http(server *s, bd_error *err) {
     static const char *const dtypes[] = {"auto", "bf16", "fp16", "fp32"};
     const bd_serve_options *o = s->options;
     char numerics[256];
-    (void)snprintf(numerics, sizeof numerics, "%s dtype=%s kernels=%u cpu=%.64s decode_delta=%d",
+    (void)snprintf(numerics, sizeof numerics,
+                   "%s dtype=%s kernels=%u cpu=%.64s decode_delta=%d ranks=%u",
                    bd_model_ops(s->model)->name, dtypes[o->dtype], o->kernels, o->cpu_kernels,
-                   o->decode_delta);
+                   o->decode_delta, o->tensor_parallel);
     return bd_http_server_attach(s->http, s->router, bd_model_fingerprint(s->model), numerics, err);
 }
 

@@ -218,9 +218,9 @@ static bool join(bd_team *team, uint64_t timeout_us) {
 /* All ranks have been heard, or the one that hangs is named. */
 static bd_status finish(bd_team *team, bd_error *err) {
     bd_status s;
-    /* Each wait of a rank is bounded, but there may be some of them behind each other. */
+    /* Rank 0 may be the first to be done; if it failed, it has aborted the group already. */
     bool done = join(team, team->wait_us);
-    if (!done) {
+    if (!done && team->ranks[0].status == BD_OK) {
         team->comm_ops->abort(team->group);
         done = join(team, team->wait_us);
     }

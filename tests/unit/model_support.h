@@ -35,6 +35,8 @@ typedef struct ms_run { /* one sequence */
     uint32_t prompt_count, new_count; /* new_count >= 1 */
     const bd_overlay *overlay;        /* NULL: the base */
     bd_sampling sampling;
+    const bd_logit_edit *edits;
+    uint32_t edit_count;
     uint32_t top_rows; /* trailing prompt rows whose top tokens are wanted, at most MS_TOP_ROWS */
     /* Out: */
     int32_t ids[MS_NEW_MAX];
@@ -177,6 +179,8 @@ static inline void ms_add_run(ms_step *s, ms_run *run, uint32_t chunk) {
         .kv_before_tokens = run->kv_tokens,
         .kv_blocks = run->blocks,
         .sampling = run->sampling,
+        .edit_count = run->edit_count,
+        .edits = run->edits,
     };
     s->run_of_seq[seq] = run;
     s->step.row_count += rows;
@@ -192,7 +196,6 @@ static inline void ms_add_run(ms_step *s, ms_run *run, uint32_t chunk) {
 static inline bool ms_step_once(bd_model *model, ms_step *s, ms_run *runs, uint32_t count,
                                 uint32_t chunk, uint64_t id) {
     bd_error err = {0};
-    const bd_backend_ops *ops = bd_model_ops(model);
     const uint32_t vocab = bd_model_logits_width(model);
     memset(&s->step, 0, sizeof s->step);
     s->step = (bd_step){
@@ -210,7 +213,7 @@ static inline bool ms_step_once(bd_model *model, ms_step *s, ms_run *runs, uint3
     }
     if (s->step.row_count == 0) return false;
     MS_OK(bd_model_forward(model, &s->step, NULL, NULL, &err), err);
-    MS_OK(ops->step_wait(bd_model_backend(model), &s->step, UINT64_MAX, s->results, &err), err);
+    MS_OK(bd_model_wait(model, &s->step, UINT64_MAX, s->results, &err), err);
     for (uint32_t i = 0; i < s->step.logits_row_count; i++) {
         ms_run *run = s->run_of_seq[s->logits_rows[i].seq];
         assert_int_equal(s->results[i].fault, 0);
@@ -218,7 +221,7 @@ static inline bool ms_step_once(bd_model *model, ms_step *s, ms_run *runs, uint3
         if (s->logits_rows[i].target >= 0) continue;
         if (run->logits) {
             float *row = run->logits + (size_t)run->made * vocab;
-            MS_OK(ops->logits_get(bd_model_backend(model), i, row, &err), err);
+            MS_OK(bd_model_logits_get(model, i, row, &err), err);
         }
         run->results[run->made] = s->results[i];
         run->ids[run->made++] = s->results[i].id;

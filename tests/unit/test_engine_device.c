@@ -1,6 +1,7 @@
 /* test_engine_device.c - a device that fails under the real engine, cache and loader: what was
  * touched ends with an error that becomes 503, the rest goes on or ends too, the engine says that
- * the device is lost, nothing hangs. */
+ * the device is lost, nothing hangs. The same with two ranks, of which one fails: after a step that
+ * a rank did not end the ranks are lost, whatever the fault was. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <time.h>
@@ -31,6 +32,8 @@ typedef struct request {
     uint32_t count;
 } request;
 
+static uint32_t ranks = 1; /* of the worlds to come */
+
 static const int32_t prompt_ids[] = {5, 17, 300, 42, 9, 1200, 77, 3};
 
 static void on_load_moved(void *ctx) {
@@ -48,7 +51,7 @@ static void report_fault(void *ctx, const char *dir, const bd_error *err) {
 static bd_model_options model_options(void) {
     return (bd_model_options){.dir = "demo/zen-mini",
                               .ops = faulty_ops(),
-                              .rank_count = 1,
+                              .rank_count = ranks,
                               .thread_count = 2,
                               .rows_max = 64,
                               .seqs_max = 8,
@@ -180,7 +183,7 @@ static void run_fault(faulty_place place, bd_status status, bool sticky, uint32_
             failed++;
             assert_int_equal(bd_status_http(requests[i].status), 503);
         }
-    const bool lost = status == BD_E_DEVICE;
+    const bool lost = status == BD_E_DEVICE || ranks > 1;
     assert_true(lost ? failed == REQUESTS : failed > 0);
     assert_int_equal(bd_engine_lost(w.engine), lost);
     /* Afterwards: a lost device answers at once, another fault was one step's. */
@@ -239,12 +242,33 @@ static void test_out_of_memory_at_open(void **state) {
     assert_non_null(strstr(err.message, "planted"));
 }
 
+static int two_ranks(void **state) {
+    (void)state;
+    ranks = 2;
+    return 0;
+}
+
+static int one_rank(void **state) {
+    (void)state;
+    ranks = 1;
+    return 0;
+}
+
+#define OF_TWO(test)                                                                               \
+    { #test ", two ranks", test, two_ranks, one_rank, NULL }
+
 int main(void) {
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_error_that_sticks),
                                        cmocka_unit_test(test_error_while_waiting),
                                        cmocka_unit_test(test_out_of_memory_in_a_step),
                                        cmocka_unit_test(test_device_that_does_not_answer),
                                        cmocka_unit_test(test_fault_of_a_load),
-                                       cmocka_unit_test(test_out_of_memory_at_open)};
+                                       cmocka_unit_test(test_out_of_memory_at_open),
+                                       OF_TWO(test_error_that_sticks),
+                                       OF_TWO(test_error_while_waiting),
+                                       OF_TWO(test_out_of_memory_in_a_step),
+                                       OF_TWO(test_device_that_does_not_answer),
+                                       OF_TWO(test_fault_of_a_load),
+                                       OF_TWO(test_out_of_memory_at_open)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

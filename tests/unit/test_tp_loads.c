@@ -1,0 +1,312 @@
+/* test_tp_loads.c - cache and loaders over a model of four ranks: every variant through fewer slots
+ * than there are variants, leased as early as may be, gives the logits of one rank; a file that is
+ * damaged or gone fails the load on all ranks and leaves nothing behind; loads that are cancelled
+ * end. */
+#include <dirent.h>
+#include <unistd.h>
+
+#include "bitdelta/base/clock.h"
+#include "bitdelta/cache/cache.h"
+#include "tp_support.h"
+
+enum { SLOTS = 3, RANKS = 4, NAMES_MAX = 32, TOKENS = 5, ROUNDS = 2 };
+
+static const int32_t tokens[TOKENS] = {5, 17, 300, 42, 9};
+
+typedef struct world {
+    bd_model *model;
+    bd_loader *loader;
+    bd_cache *cache;
+    char names[NAMES_MAX][64];
+    bd_variant *v[NAMES_MAX];
+    uint32_t count;
+    uint64_t step_id;
+} world;
+
+static bd_model *open_model(uint32_t ranks, uint32_t slots) {
+    bd_error err = {0};
+    bd_model *model;
+    const bd_model_options options = {.dir = "demo/zen-mini",
+                                      .ops = bd_backend_cpu_ops(),
+                                      .rank_count = ranks,
+                                      .thread_count = ranks,
+                                      .rows_max = 16,
+                                      .seqs_max = 4,
+                                      .logits_rows_max = 4,
+                                      .kv_block_tokens = 16,
+                                      .kv_tokens = 256,
+                                      .rope_tables_max = 1,
+                                      .max_model_len = 128,
+                                      .extra_vocab_max = 256,
+                                      .delta_slots = slots};
+    MS_OK(bd_model_open(&options, &model, &err), err);
+    return model;
+}
+
+static bool at_once(void *ctx, const bd_load *load, uint64_t now_us) {
+    (void)ctx;
+    (void)now_us;
+    return atomic_load(&((bd_load *)(uintptr_t)load)->ready_count) > 0;
+}
+
+static bd_variant *add_variant(const world *w, const char *dir) {
+    bd_error err = {0};
+    bd_delta delta;
+    bd_variant *variant = NULL;
+    MS_OK(bd_delta_open(dir, &delta, &err), err);
+    MS_OK(bd_cache_register(w->cache, &delta, false, &variant, &err), err);
+    return variant;
+}
+
+static void open_world(world *w, bool stream) {
+    bd_error err = {0};
+    memset(w, 0, sizeof *w);
+    w->model = open_model(RANKS, SLOTS);
+    const bd_loader_options loader = {.model = w->model, .depth = 2};
+    MS_OK(bd_loader_create(&loader, &w->loader, &err), err);
+    const bd_cache_options cache = {.model = w->model,
+                                    .loader = w->loader,
+                                    .page_count = bd_model_page_count(w->model),
+                                    .retry_after_us = 1};
+    MS_OK(bd_cache_create(&cache, &w->cache, &err), err);
+    if (stream) bd_cache_stream(w->cache, at_once, NULL);
+    DIR *dir = opendir("demo/deltas");
+    assert_non_null(dir);
+    for (const struct dirent *entry; (entry = readdir(dir)) != NULL && w->count < NAMES_MAX;) {
+        char path[320];
+        if (entry->d_name[0] == '.') continue;
+        snprintf(path, sizeof path, "demo/deltas/%.255s", entry->d_name);
+        snprintf(w->names[w->count], sizeof w->names[0], "%.63s", entry->d_name);
+        w->v[w->count++] = add_variant(w, path);
+    }
+    closedir(dir);
+    assert_in_range(w->count, SLOTS + 1, NAMES_MAX);
+}
+
+static void close_world(world *w) {
+    bd_cache_destroy(w->cache);
+    bd_loader_destroy(w->loader);
+    bd_model_close(w->model);
+}
+
+typedef struct result {
+    bd_cache_waiter waiter;
+    bool called;
+    bd_status status;
+    bd_lease lease;
+    bd_error error;
+} result;
+
+static void note(bd_cache_waiter *waiter, bd_status status, const bd_lease *lease,
+                 const bd_error *err) {
+    result *r = (result *)waiter;
+    r->called = true;
+    r->status = status;
+    if (lease) r->lease = *lease;
+    if (err) r->error = *err;
+}
+
+static result get(const world *w, bd_variant *variant) {
+    result r = {.waiter.ready = note};
+    bd_cache_touch(w->cache, variant, bd_now_us());
+    r.status = bd_cache_acquire(w->cache, variant, bd_now_us(), &r.lease, &r.waiter, &r.error);
+    while (r.status == BD_AGAIN && !r.called) {
+        usleep(200);
+        bd_cache_poll(w->cache, bd_now_us());
+    }
+    return r;
+}
+
+/* Logits after the tokens, through an overlay. */
+static void run_step(bd_model *model, const bd_overlay *overlay, uint64_t id, bd_layer_gate gate,
+                     void *gate_ctx, float *logits) {
+    static const uint32_t positions[TOKENS] = {0, 1, 2, 3, 4}, rows[TOKENS] = {0}, block = 2;
+    bd_error err = {0};
+    bd_token_result sampled;
+    const bd_seq seq = {.row_count = TOKENS, .kv_blocks = &block, .sampling.top_p = 1};
+    const bd_segment segment = {0, 0, TOKENS};
+    const bd_logits_row logits_row = {.row = TOKENS - 1, .target = -1};
+    const bd_step step = {.id = id,
+                          .row_count = TOKENS,
+                          .seq_count = 1,
+                          .segment_count = 1,
+                          .overlay_count = 1,
+                          .logits_row_count = 1,
+                          .tokens = tokens,
+                          .positions = positions,
+                          .seq_of_row = rows,
+                          .seqs = &seq,
+                          .segments = &segment,
+                          .overlays = &overlay,
+                          .logits_rows = &logits_row};
+    MS_OK(bd_model_forward(model, &step, gate, gate_ctx, &err), err);
+    MS_OK(bd_model_wait(model, &step, UINT64_MAX, &sampled, &err), err);
+    MS_OK(bd_model_logits_get(model, 0, logits, &err), err);
+}
+
+static bd_status wait_for_layer(void *ctx, uint32_t index, bd_error *err) {
+    bd_load *load = ctx;
+    (void)err;
+    while (atomic_load_explicit(&load->ready_count, memory_order_acquire) <= index)
+        usleep(100);
+    return BD_OK;
+}
+
+/* [count][width] by one rank. */
+static float *reference(const world *w, uint32_t width) {
+    bd_model *one = open_model(1, 1);
+    float *logits = calloc((size_t)w->count * width, sizeof *logits);
+    assert_non_null(logits);
+    assert_int_equal(bd_model_logits_width(one), width);
+    for (uint32_t i = 0; i < w->count; i++) {
+        char path[320];
+        tp_variant v;
+        snprintf(path, sizeof path, "demo/deltas/%.63s", w->names[i]);
+        tp_variant_open(one, path, 0, &v);
+        run_step(one, v.overlay, i + 1, NULL, NULL, logits + (size_t)i * width);
+        tp_variant_close(&v);
+    }
+    bd_model_close(one);
+    return logits;
+}
+
+static void check_all(bool stream) {
+    world w;
+    open_world(&w, stream);
+    const uint32_t width = bd_model_logits_width(w.model);
+    float *want = reference(&w, width), *got = calloc(width, sizeof *got);
+    double *wide = calloc(width, sizeof *wide);
+    assert_non_null(got);
+    assert_non_null(wide);
+    uint32_t early = 0;
+    for (uint32_t n = 0; n < ROUNDS * w.count; n++) {
+        const uint32_t i = n * 5 % w.count;
+        result r = get(&w, w.v[i]);
+        assert_int_equal(r.status, BD_OK);
+        assert_non_null(r.lease.overlay->ranks);
+        bd_load *load = (bd_load *)(uintptr_t)r.lease.load;
+        if (load) early++;
+        run_step(w.model, r.lease.overlay, ++w.step_id, load ? wait_for_layer : NULL, load, got);
+        uint32_t count = 0;
+        for (uint32_t k = 0; k < width; k++) {
+            const float value = want[(size_t)i * width + k];
+            assert_int_equal(isinf(value), isinf(got[k]));
+            if (isinf(value)) continue;
+            wide[count] = (double)value;
+            got[count++] = got[k];
+        }
+        const double l2 = ms_relative_l2(got, wide, count);
+        if (!(l2 < 1e-5)) fail_msg("%s: %g", w.names[i], l2);
+        bd_cache_release(w.cache, &r.lease, bd_now_us());
+    }
+    printf("  %u of %u leases were early\n", early, ROUNDS * w.count);
+    free(want);
+    free(got);
+    free(wide);
+    close_world(&w);
+}
+
+static void every_variant(void **state) {
+    (void)state;
+    check_all(false);
+}
+
+static void every_variant_early(void **state) {
+    (void)state;
+    check_all(true);
+}
+
+/* A copy of a variant with one byte changed near the end of its file. */
+static void make_damaged(const char *name, const char *to, bool gone) {
+    char from[320], path[320];
+    char *bytes;
+    size_t count;
+    bd_error err = {0};
+    static const char *const files[] = {"delta.json", "shard-00-of-01.safetensors"};
+    for (uint32_t i = 0; i < 2; i++) {
+        snprintf(from, sizeof from, "demo/deltas/%s/%s", name, files[i]);
+        snprintf(path, sizeof path, "%s/%s", to, files[i]);
+        if (i == 1 && gone) break;
+        MS_OK(bd_file_read(from, 64 << 20, &bytes, &count, &err), err);
+        if (i == 1) bytes[count - 100] ^= 1;
+        FILE *file = fopen(path, "wb");
+        assert_non_null(file);
+        assert_int_equal(fwrite(bytes, 1, count, file), count);
+        fclose(file);
+        free(bytes);
+    }
+}
+
+static void remove_damaged(const char *dir) {
+    char path[320];
+    snprintf(path, sizeof path, "%s/delta.json", dir);
+    unlink(path);
+    snprintf(path, sizeof path, "%s/shard-00-of-01.safetensors", dir);
+    unlink(path);
+    rmdir(dir);
+}
+
+static void faults_of_files(void **state) {
+    (void)state;
+    for (uint32_t k = 0; k < 4; k++) {
+        char dir[] = "/tmp/bd-tp-XXXXXX";
+        world w;
+        assert_non_null(mkdtemp(dir));
+        const bool gone = k % 2 == 1;
+        make_damaged("zen-mini-sql", dir, gone);
+        open_world(&w, k >= 2);
+        bd_variant *bad = add_variant(&w, dir);
+        const uint32_t pages = bd_cache_pages_free(w.cache);
+        for (uint32_t n = 0; n < 3; n++) {
+            result r = get(&w, bad);
+            if (r.status == BD_OK) { /* leased early: it fails while it is used */
+                while (!bd_load_finished(r.lease.load))
+                    usleep(200);
+                assert_int_not_equal(r.lease.load->status, BD_OK);
+                bd_cache_poll(w.cache, bd_now_us());
+                bd_cache_release(w.cache, &r.lease, bd_now_us());
+            } else {
+                assert_int_equal(r.status, gone ? BD_E_IO : BD_E_CORRUPT);
+                assert_non_null(strstr(r.error.subject, "shard-00-of-01"));
+            }
+            bd_cache_poll(w.cache, bd_now_us());
+            assert_int_equal(bd_cache_pages_free(w.cache), pages);
+            usleep(1000); /* beyond retry_after_us, doubled each time */
+        }
+        result good = get(&w, w.v[0]);
+        assert_int_equal(good.status, BD_OK);
+        bd_cache_release(w.cache, &good.lease, bd_now_us());
+        close_world(&w);
+        remove_damaged(dir);
+    }
+}
+
+/* At any moment of a load; the last of them by the cache's end. */
+static void cancelled_loads_end(void **state) {
+    (void)state;
+    world w;
+    bd_error err = {0};
+    open_world(&w, true);
+    for (uint32_t n = 0; n < 40; n++) {
+        bd_variant *variant = w.v[n % w.count];
+        const bd_status s = bd_cache_prefetch(w.cache, variant, bd_now_us(), &err);
+        assert_true(s == BD_OK || s == BD_AGAIN || s == BD_BUSY);
+        usleep(n * 50);
+        bd_cache_poll(w.cache, bd_now_us());
+        if (n + 1 < 40) {
+            const bd_status gone = bd_cache_unload(w.cache, variant, &err);
+            assert_true(gone == BD_OK || gone == BD_BUSY);
+        }
+    }
+    close_world(&w);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(every_variant),
+        cmocka_unit_test(every_variant_early),
+        cmocka_unit_test(faults_of_files),
+        cmocka_unit_test(cancelled_loads_end),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
