@@ -149,7 +149,8 @@ bool bd_head_check(bd_request *request, const char *method, uint64_t declared_by
     const bd_route *route = request->route;
     bool admin = request->shard->admin || (known && route->runtime && server->admin_guarded);
     if (request->shard->admin || (known && route->runtime)) {
-        bool keyed = admin ? server->admin_guarded : server->key_count > 0;
+        bool keyed =
+            admin ? server->admin_guarded : server->key_count > 0 || server->options.tenants;
         if (!bd_origin_check(request, keyed, err)) return false;
     }
     if (!known) return false;
@@ -161,7 +162,7 @@ bool bd_head_check(bd_request *request, const char *method, uint64_t declared_by
     if (!check_method(request, method, err)) return false;
     const char *header =
         MHD_lookup_connection_value(request->connection, MHD_HEADER_KIND, "Authorization");
-    if (route->guarded && !bd_key_check(server, admin, header, &request->tenant))
+    if (!route->open && !bd_key_check(server, admin, header, &request->tenant))
         return bd_api_fail(err, BD_API_KEY, NULL, "Incorrect API key provided or no key given.");
     if (route->id != BD_ROUTE_HEALTH && !request->shard->admin &&
         atomic_load(&server->connection_count) > server->options.connections_max) {
