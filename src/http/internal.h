@@ -104,6 +104,7 @@ struct bd_conn { /* shard's thread only */
     uint32_t slot, generation;
     bool watched;
     bool left;            /* the client sends no more; the library may not know yet */
+    uint64_t left_us;     /* when; 0: it was us who cut it off, or nobody */
     uint64_t deadline_us; /* 0: none */
     bool path_overlong;
     char path[BD_HTTP_PATH_MAX]; /* raw, without the query */

@@ -28,6 +28,7 @@ enum {
     LEFT_SWEEP_US = 2000, /* after somebody left */
     WAIT_MS_MAX = 1000,
     EVENTS_MAX = 128,
+    LEFT_US_MAX = 5000000, /* to an end that the library was told of */
     CLOSE_SECONDS_MAX = 3,
     BACKLOG = 1024
 };
@@ -175,26 +176,28 @@ void bd_shard_watch(bd_conn *conn) {
     if (epoll_ctl(conn->shard->epoll_fd, operation, conn->fd, &event) == 0) conn->watched = true;
 }
 
-/* A request that is being worked on has what it needs from its client. */
-static void nudge(const bd_conn *conn) {
-    if (conn->left && (!conn->request || !conn->request->body_done))
-        (void)shutdown(conn->fd, SHUT_RD);
-}
-
 void bd_shard_cut(bd_conn *conn) {
     conn->left = true;
     (void)shutdown(conn->fd, SHUT_RDWR);
+}
+
+/* A request that is being worked on has what it needs from its client. */
+static void nudge(bd_conn *conn, uint64_t now_us) {
+    if (!conn->left || (conn->request && conn->request->body_done)) return;
+    (void)shutdown(conn->fd, SHUT_RD);
+    if (conn->left_us > 0 && now_us > conn->left_us + LEFT_US_MAX) bd_shard_cut(conn);
 }
 
 static void client_left(bd_shard *shard, uint64_t tag) {
     uint32_t slot = (uint32_t)tag, generation = (uint32_t)(tag >> 32);
     bd_conn *conn = slot < shard->slot_count ? shard->slots[slot] : NULL;
     if (!conn || conn->generation != generation) return;
+    uint64_t now_us = bd_now_us();
+    if (conn->left_us == 0) conn->left_us = now_us;
     conn->left = true;
-    nudge(conn);
+    nudge(conn, now_us);
     /* The library may read what came before the end only now, and the end not at all. */
-    uint64_t soon_us = bd_now_us() + LEFT_SWEEP_US;
-    if (shard->sweep_at_us > soon_us) shard->sweep_at_us = soon_us;
+    if (shard->sweep_at_us > now_us + LEFT_SWEEP_US) shard->sweep_at_us = now_us + LEFT_SWEEP_US;
     if (!conn->request || !conn->request->body_done) return;
     bd_request_cancel(conn->request, BD_CANCELLED);
     wake(conn->request);
@@ -235,7 +238,7 @@ static void sweep(bd_shard *shard, uint64_t now_us) {
             conn->deadline_us = 0;
             bd_shard_cut(conn);
         }
-        nudge(conn);
+        nudge(conn, now_us);
         if (!conn->request) continue;
         if (phase == BD_PHASE_ABORT) bd_request_cancel(conn->request, BD_E_SHUTDOWN);
         send_comment(conn->request, now_us);
