@@ -98,7 +98,7 @@ typedef struct bd_router_choice {
     bd_sequence *sequence; /* NULL: not in the engine */
     uint32_t index;
     uint64_t last_token_us;
-    bool early; /* its variant was still loading when it went to the engine */
+    bool early; /* its variant was loading when it began, and there is no token yet */
 } bd_router_choice;
 
 /* One change of the registry: before goes, after comes; either may be NULL. */
@@ -166,6 +166,7 @@ struct bd_router {
     uint32_t account_count;
     _Atomic uint64_t shown_version; /* odd: an account's `shown` is changing */
     double ask_limit;               /* accounts behind it start no loads in this turn */
+    bool load_held;                 /* there was one: time alone may change that */
     uint32_t running;               /* choices in the engine, but for those that went there early */
     bd_metric *held, *idle;
     uint32_t refused_count;    /* active queues with refused_us != 0 */

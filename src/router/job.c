@@ -94,6 +94,10 @@ static bool on_token(void *ctx, const bd_token_result *token) {
     if (choice->last_token_us != 0 && series->ready)
         bd_metric_observe(series->inter_token, (double)(now_us - choice->last_token_us) / 1e6);
     choice->last_token_us = now_us;
+    if (choice->early) { /* its variant is there by now */
+        choice->early = false;
+        job->internal.router->running++;
+    }
     job->internal.generated_tokens++;
     if (series->ready) bd_metric_add(series->output_tokens, 1.0);
     if (job->internal.failed) return false;

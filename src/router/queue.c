@@ -123,9 +123,11 @@ static bool may_ask(const bd_router_queue *queue, uint64_t now_us, bool cache_ch
 /* Only a tenant that is not far ahead of the others may have a variant loaded, but for the one that
  * others made room for already. */
 static bool may_load(const bd_router_queue *queue, const bd_router_account *account) {
-    const bd_router *router = queue->router;
-    return router->squeezer == queue ||
-           bd_fair_key(router->fair, &account->flow) <= router->ask_limit;
+    bd_router *router = queue->router;
+    if (router->squeezer == queue) return true;
+    if (bd_fair_key(router->fair, &account->flow) <= router->ask_limit) return true;
+    router->load_held = true;
+    return false;
 }
 
 static bd_status acquire(bd_router_queue *queue, bd_router_account *account,
@@ -197,11 +199,15 @@ static double limit_of(const bd_router *router, const bd_router_account *account
 static void ask_all(bd_router *router, uint64_t now_us, bool cache_changed) {
     bd_fair_flow *flow = bd_fair_first(router->fair);
     bool alone = bd_fair_waiting(router->fair) < 2;
+    router->load_held = false;
     router->ask_limit = alone ? HUGE_VAL : limit_of(router, account_of(flow), now_us);
     if (router->squeezer)
         ask_lease(router->squeezer, router->squeezer->lines->account, now_us, cache_changed);
     for (uint32_t n = 0; n < ASK_ACCOUNTS_MAX && (flow = bd_fair_first(router->fair)); n++) {
-        if (bd_fair_key(router->fair, flow) > router->ask_limit) break;
+        if (bd_fair_key(router->fair, flow) > router->ask_limit) {
+            router->load_held = true; /* or may be */
+            break;
+        }
         ask_account(account_of(flow), now_us, cache_changed);
         if (flow->waiting > 0) bd_fair_set_aside(router->fair, flow);
     }
@@ -341,8 +347,8 @@ void bd_router_before_step(void *ctx, uint64_t now_us, bool cache_changed) {
 
 uint64_t bd_router_next_wake_us(void *ctx, uint64_t now_us) {
     const bd_router *router = ctx;
-    return router->refused_count + router->loads_asking > 0 ? now_us + BD_ROUTER_ASK_AGAIN_US
-                                                            : UINT64_MAX;
+    bool asks = router->refused_count + router->loads_asking > 0 || router->load_held;
+    return asks ? now_us + BD_ROUTER_ASK_AGAIN_US : UINT64_MAX;
 }
 
 void bd_router_closed(void *ctx, const bd_error *err) {

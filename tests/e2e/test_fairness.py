@@ -137,7 +137,7 @@ def test_long_prompts(serve, weight):
     numbers, weights = random.Random(weight), {"short": 1, "long": weight}
     server = serve(weights)
     queue = Queue(server)
-    counts = {"short": 220, "long": 75 * weight}
+    counts = {"short": 120, "long": 40 * weight}
     for i in range(max(counts.values())):
         if i < counts["short"]:
             queue.crowd.send("short", body(numbers, 2))
@@ -161,7 +161,7 @@ def test_cold_variants(serve):
     server = serve(weights, "--slots", "3", "--fair-load-bytes", str(load_unit), "--fair-residency-bound", str(residency), "--pinned-top", "0")
     sizes = {v["name"]: v["file_bytes"] for v in requests.get(server.admin_url + "/admin/variants", timeout=20).json()["variants"]}
     queue = Queue(server)
-    for i in range(150):
+    for i in range(80):
         queue.crowd.send("hot", body(numbers, 10))
         queue.crowd.send("cold", body(numbers, 10, model=VARIANTS[i % len(VARIANTS)]))
     crowd, before = queue.release()
@@ -171,8 +171,8 @@ def test_cold_variants(serve):
     assert sum(loads.values()) >= len(VARIANTS)
     assert end.loads["cold"] == sum(loads[name] * sizes[name] for name in loads)
     assert end.loads["hot"] == 0
-    assert end.service["cold"] == 150 * (10 * IN + OUTPUT * OUT) + end.loads["cold"] / load_unit
-    assert end.service["hot"] == 150 * (10 * IN + OUTPUT * OUT)
+    assert end.service["cold"] == 80 * (10 * IN + OUTPUT * OUT) + end.loads["cold"] / load_unit
+    assert end.service["hot"] == 80 * (10 * IN + OUTPUT * OUT)
 
 
 def test_idle_then_back(serve):
@@ -180,14 +180,14 @@ def test_idle_then_back(serve):
     numbers, weights = random.Random(6), {"steady": 1, "back": 1}
     server = serve(weights)
     alone = Crowd(server)
-    for _ in range(120):
+    for _ in range(70):
         alone.send("steady", body(numbers, 4))
     alone.send("back", body(numbers, 4))
     while alone.pump():
         pass
     assert Look(server).service["steady"] > 5 * 2 * unit(4, weights)
     queue = Queue(server)
-    for _ in range(120):
+    for _ in range(70):
         queue.crowd.send("steady", body(numbers, 4))
         queue.crowd.send("back", body(numbers, 4))
     crowd, before = queue.release()

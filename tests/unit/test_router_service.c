@@ -398,6 +398,41 @@ static void test_idle_then_back(void **state) {
     free(requests);
 }
 
+/* Tenant 0's variant never finishes its load: tenant 1, further ahead of it all the time, gets its
+ * own variant loaded nevertheless. */
+static void submit_stuck(world *w) {
+    if (w->later_count == 0) return;
+    w->later_count = 0;
+    submit(&w->later[0], 0);
+    submit(&w->later[1], 1);
+}
+
+static void test_stuck_load(void **state) {
+    (void)state;
+    const double weights[TENANTS] = {1.0, 1.0, 1.0};
+    world w;
+    request requests[3];
+    open_world(&w, fake_seed(), 4, 0.0, SEQS_MAX, weights);
+    w.router->options.cold_wait_max_us = 20000;
+    struct bd_variant *stuck = bd_router_served_at(w.router, 1)->variant;
+    stuck->state = BD_VARIANT_LOADING;
+    stuck->loading_until_us = UINT64_MAX;
+    w.cache.pages_used++;
+    for (uint32_t i = 0; i < 3; i++) {
+        make(&w, &requests[i], i == 2 ? 0 : 1 + i, 10, 10);
+        requests[i].job.params.max_new_tokens = NEW_MAX;
+    }
+    w.later = requests;
+    w.later_count = 2;
+    w.at_token = submit_stuck;
+    submit(&requests[2], 1);
+    run_world(&w, 2);
+    assert_int_equal(requests[0].status, BD_E_SHUTDOWN);
+    assert_int_equal(requests[1].status, BD_OK);
+    assert_int_equal(requests[2].status, BD_OK);
+    close_world(&w);
+}
+
 /* One place: each tenant's requests by priority, then as they came; the tenants in turns. */
 static void test_priority(void **state) {
     (void)state;
@@ -492,9 +527,13 @@ static void test_weights_and_metrics(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_shares),         cmocka_unit_test(test_cold),
-        cmocka_unit_test(test_idle_then_back), cmocka_unit_test(test_priority),
-        cmocka_unit_test(test_one_for_all),    cmocka_unit_test(test_weights_and_metrics),
+        cmocka_unit_test(test_shares),
+        cmocka_unit_test(test_cold),
+        cmocka_unit_test(test_idle_then_back),
+        cmocka_unit_test(test_priority),
+        cmocka_unit_test(test_stuck_load),
+        cmocka_unit_test(test_one_for_all),
+        cmocka_unit_test(test_weights_and_metrics),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
