@@ -19,3 +19,7 @@ foreach(source ${bench_sources})
         target_link_libraries(bench_${name} PRIVATE bd_kernels CUDA::cudart_static)
     endif()
 endforeach()
+target_link_libraries(bench_minimal_mhd PRIVATE PkgConfig::MHD)
+# The whole server, but with an engine that costs nothing, for http_front.py.
+add_executable(bench_http_front src/main.c src/serve.c tests/unit/fake_engine.c)
+target_link_libraries(bench_http_front PRIVATE ${modules} bd_flags)
