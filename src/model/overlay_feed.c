@@ -178,6 +178,14 @@ uint32_t bd_overlay_feed_ready(const bd_overlay_feed *feed) {
     return feed->ready;
 }
 
+/* Of a load that ends early some bytes may still be on their way, from memory that is the caller's
+ * again after this and into pages that are another's. What went wrong before is known already. */
 void bd_overlay_feed_destroy(bd_overlay_feed *feed) {
+    if (!feed) return;
+    const bd_backend_ops *ops = feed->model->ops;
+    if (feed->at < feed->plan->piece_count && ops->put_flush) {
+        bd_status s = ops->put_flush(feed->model->backend, NULL);
+        (void)s;
+    }
     free(feed);
 }

@@ -293,6 +293,48 @@ static void digest_follows_the_frequencies(void **state) {
     mr_close(&reference);
 }
 
+static uint32_t flushes;
+
+static bd_status count_flush(bd_backend *backend, bd_error *err) {
+    (void)backend;
+    (void)err;
+    flushes++;
+    return BD_OK;
+}
+
+/* A backend may still be copying when a load is given up: it is waited for before source and pages
+ * are used for something else. */
+static void given_up_feed_is_waited_for(void **state) {
+    char path[600], dir[256];
+    mr_model reference;
+    ms_variant v = {0};
+    bd_error err = {0};
+    bd_overlay_feed *feed;
+    bd_model *model;
+    uint64_t random = support_seed();
+    (void)state;
+    arch_path(path, sizeof path, "llama-gqa");
+    mr_open(&reference, path);
+    bd_backend_ops ops = *bd_backend_cpu_ops();
+    ops.put_flush = count_flush;
+    bd_model_options options = ms_options(path);
+    options.ops = &ops;
+    options.delta_slots = 1;
+    MS_OK(bd_model_open(&options, &model, &err), err);
+    mr_make_delta(&reference, &random, 1, &(mr_fault){0}, dir);
+    ms_variant_open(model, dir, 0, 0, &v);
+    assert_true(flushes > 0); /* at each layer's end */
+    flushes = 0;
+    MS_OK(bd_overlay_feed_create(model, &v.plan, v.pages, &feed, &err), err);
+    bd_overlay_feed_destroy(feed);
+    assert_int_equal(flushes, 1);
+    bd_overlay_feed_destroy(NULL);
+    ms_variant_close(&v);
+    mr_remove_delta(dir);
+    bd_model_close(model);
+    mr_close(&reference);
+}
+
 /* The page arithmetic that memory is planned with is the one that plans use. */
 static void pages_are_as_planned(void **state) {
     bd_error err = {0};
@@ -339,6 +381,7 @@ int main(void) {
         cmocka_unit_test(feed_refuses_holes),
         cmocka_unit_test(own_config_changes_rope_and_window),
         cmocka_unit_test(digest_follows_the_frequencies),
+        cmocka_unit_test(given_up_feed_is_waited_for),
         cmocka_unit_test(pages_are_as_planned),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

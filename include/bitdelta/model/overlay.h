@@ -85,6 +85,7 @@ BD_MUST_CHECK bd_status bd_overlay_feed_bytes(bd_overlay_feed *feed, uint32_t fi
                                               bd_error *err);
 /* Ready indices whose pieces are complete, counted from 0 without a gap. */
 uint32_t bd_overlay_feed_ready(const bd_overlay_feed *feed);
+/* Before the plan goes. Nothing reads what was fed or writes the pages afterwards. */
 void bd_overlay_feed_destroy(bd_overlay_feed *feed);
 
 #endif

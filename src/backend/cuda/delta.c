@@ -44,8 +44,9 @@ static bd_status put_part(bd_cuda *cuda, uint8_t *dst, uint32_t k, const bd_plan
                           bd_error *err) {
     const uint32_t row_bytes = part->col_count / 8, rows_per = CUDA_STAGING_BYTES / row_bytes;
     /* Page-locked bytes stay where they are until the flush at the load's end. */
-    const bool direct = part->src_stride_bytes == row_bytes && cuda_host_locked(part->src);
     bd_status s = cuda_check(cuda, cudaSetDevice(cuda->device), "device", err);
+    const bool direct =
+        s == BD_OK && part->src_stride_bytes == row_bytes && cuda_host_locked(part->src);
     for (uint32_t row = 0; s == BD_OK && row < part->row_count; row += rows_per) {
         const uint32_t left = part->row_count - row, count = left < rows_per ? left : rows_per;
         const k_plane_part piece = {part->first_row + row, count, part->first_col, part->col_count};
