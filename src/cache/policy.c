@@ -102,9 +102,10 @@ double bd_policy_score(const bd_policy *policy, const bd_policy_item *item) {
     return score;
 }
 
-/* Like the score, but of plain counts: they are steadier, and a place among the most wanted is
- * meant to last. *error is that of the difference to another of the same share: a share p that is
- * counted over n requests is off by sqrt(p / n), and n is twice the decayed total. */
+/* Half the score and half the same of plain counts: those are steadier, and a place among the most
+ * wanted is meant to last; but they take a burst for popularity, which the score does not. *error
+ * is that of the difference to another of the same share: a share p that is counted over n requests
+ * is off by sqrt(p / n), and n is twice the decayed total. */
 static double steady_share(const bd_policy *policy, const bd_policy_item *item, double *error) {
     double share = 0, per_root = 0;
     for (int s = 0; s < BD_POLICY_SPANS; s++) {
@@ -113,6 +114,7 @@ static double steady_share(const bd_policy *policy, const bd_policy_item *item, 
             policy->weight[s] * decayed(policy, item, item->plain[s], s) / policy->plain_total[s];
         per_root += policy->weight[s] / sqrt(policy->plain_total[s]);
     }
+    share = (share + bd_policy_score(policy, item)) / 2;
     *error = per_root * sqrt(share);
     return share;
 }

@@ -14,7 +14,7 @@
 #include "loader_fake.h" /* fake_random */
 
 enum { VARIANTS = 14, SLOTS = 8, TOP = 6, CLIENTS = 6, DECK = 100, PARALLEL = 2 };
-enum { SEEDS = 500, WARM = 2000, MEASURED = 1500 };
+enum { SEEDS = 500, WARM = 3000, MEASURED = 1500 };
 static const double exponent = 1.1;
 
 typedef enum client_state { IDLE, ASKING, WAITING, SERVED } client_state;
