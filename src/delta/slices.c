@@ -1,4 +1,4 @@
-/* slices.c - the arithmetic of cutting a delta for ranks. See slices.h. Threads: any. */
+/* slices.c - the arithmetic of cutting a delta anew. See slices.h. Threads: any. */
 #include "bitdelta/delta/slices.h"
 
 #include <stdio.h>
@@ -38,32 +38,11 @@ bd_status bd_delta_check_parts(const bd_model_config *c, uint32_t parts, const c
                           subject, err);
 }
 
-static bool is_servable(uint32_t shards, uint32_t ranks) {
-    return ranks > 0 && (shards == 1 || (shards > 0 && shards % ranks == 0));
-}
-
-bd_status bd_delta_check_ranks(const char *dir, uint32_t shards, uint32_t ranks, bd_error *err) {
-    if (is_servable(shards, ranks)) return BD_OK;
-    return bd_fail(err, BD_E_UNSUPPORTED, dir,
-                   "%s: a delta of %u shards does not serve --tensor-parallel %u (1 shard or a "
-                   "multiple of %u does); convert it: bitdelta reshard --delta %s --out DIR "
-                   "--shards %u",
-                   dir, shards, ranks, ranks, dir, ranks);
-}
-
 /* ---- the parts ------------------------------------------------------------------------------- */
 
 static bool ends_with(const char *text, const char *end) {
     const size_t text_len = strlen(text), end_len = strlen(end);
     return text_len >= end_len && strcmp(text + text_len - end_len, end) == 0;
-}
-
-static bool is_bias_cut(const char *name) {
-    static const char *const ends[] = {"q_proj.bias", "k_proj.bias", "v_proj.bias",
-                                       "gate_proj.bias", "up_proj.bias"};
-    for (size_t i = 0; i < sizeof ends / sizeof ends[0]; i++)
-        if (ends_with(name, ends[i])) return true;
-    return false;
 }
 
 /* k and v have as many different parts as there are heads, at most one per part. */
@@ -82,54 +61,32 @@ static bool matrix_part(const bd_delta_entry *entry, uint32_t index, uint32_t pa
     return bd_delta_part_of(entry->name, entry->shape, index, parts, kv_parts, out);
 }
 
-/* A bias is cut as the rows of its matrix are; its name differs from the matrix's by the end. */
-static bool bias_part(const bd_delta_cut *cut, const bd_delta_entry *entry, bd_delta_part *out) {
-    const bool is_kv =
-        ends_with(entry->name, "k_proj.bias") || ends_with(entry->name, "v_proj.bias");
-    const bd_delta_entry matrix = {.name = is_kv ? "k_proj.weight" : "q_proj.weight",
-                                   .shape = {entry->shape[0], 1}};
-    return matrix_part(&matrix, cut->rank, cut->ranks, cut->kv_heads, out);
-}
-
 static bool is_cut_table(const bd_delta_entry *entry) {
     return entry->rank == 2 && bd_delta_is_table(entry->name);
 }
 
-bool bd_delta_rank_part(const bd_delta_cut *cut, const bd_delta_entry *entry, bd_delta_tensor what,
-                        bd_delta_part *out) {
+bool bd_delta_cut_part(const bd_delta_cut *cut, const bd_delta_entry *entry, bd_delta_tensor what,
+                       bd_delta_part *out) {
     const uint64_t cols = entry->rank == 2 ? entry->shape[1] : 1;
     *out = (bd_delta_part){.rows = entry->shape[0], .cols = cols};
-    if (cut->ranks == 0 || cut->rank >= cut->ranks) return false;
+    if (cut->parts == 0 || cut->part >= cut->parts) return false;
     switch (what) {
     case BD_DELTA_TENSOR_BITS:
-        return entry->rank == 2 && matrix_part(entry, cut->rank, cut->ranks, cut->kv_heads, out);
+        return entry->rank == 2 && matrix_part(entry, cut->part, cut->parts, cut->kv_heads, out);
     case BD_DELTA_TENSOR_SCALES:
-        if (entry->rank != 2 || !matrix_part(entry, cut->rank, cut->ranks, cut->kv_heads, out))
+        if (entry->rank != 2 || !matrix_part(entry, cut->part, cut->parts, cut->kv_heads, out))
             return false;
         out->first_col = 0;
         out->cols = 1;
         return true;
     case BD_DELTA_TENSOR_WHOLE:
-        if (is_cut_table(entry))
-            return matrix_part(entry, cut->rank, cut->ranks, cut->kv_heads, out);
-        return entry->rank == 1 && is_bias_cut(entry->name) ? bias_part(cut, entry, out) : true;
+        return is_cut_table(entry) ? matrix_part(entry, cut->part, cut->parts, cut->kv_heads, out)
+                                   : true;
     case BD_DELTA_TENSOR_EXTRA:
         out->rows = entry->extra_rows;
         return entry->rank == 2;
     }
     return false;
-}
-
-/* What file `index` holds of the tensor. Unlike a rank, a file has all vectors whole. */
-static bool file_part(const bd_delta_cut *cut, const bd_delta_entry *entry, bd_delta_tensor what,
-                      uint32_t index, bd_delta_part *out) {
-    bd_delta_cut of_file = *cut;
-    of_file.ranks = cut->shards;
-    of_file.rank = index;
-    if (what != BD_DELTA_TENSOR_WHOLE || is_cut_table(entry))
-        return bd_delta_rank_part(&of_file, entry, what, out);
-    *out = (bd_delta_part){.rows = entry->shape[0], .cols = entry->rank == 2 ? entry->shape[1] : 1};
-    return true;
 }
 
 /* ---- the slices ------------------------------------------------------------------------------ */
@@ -145,7 +102,7 @@ static bool is_before(const bd_delta_slice *a, const bd_delta_slice *b) {
     return a->row != b->row ? a->row < b->row : a->col < b->col;
 }
 
-/* Files that hold the same rows hold the same of the rank's part, so the first of them has said
+/* Files that hold the same rows hold the same of the new part, so the first of them has said
  * all. */
 static void add_slice(bd_delta_slice *out, uint32_t *count, const bd_delta_slice *slice) {
     uint32_t at = *count;
@@ -157,19 +114,20 @@ static void add_slice(bd_delta_slice *out, uint32_t *count, const bd_delta_slice
     (*count)++;
 }
 
-bool bd_delta_rank_slices(const bd_delta_cut *cut, const bd_delta_entry *entry,
-                          bd_delta_tensor what, bd_delta_slice out[BD_DELTA_SHARDS_MAX],
-                          uint32_t *count) {
+bool bd_delta_cut_slices(const bd_delta_cut *cut, const bd_delta_entry *entry, bd_delta_tensor what,
+                         bd_delta_slice out[BD_DELTA_SHARDS_MAX], uint32_t *count) {
+    const uint32_t shards = cut->shards;
+    bd_delta_cut of_file = {.parts = shards, .shards = shards, .kv_heads = cut->kv_heads};
     bd_delta_part mine, held;
     *count = 0;
-    if (cut->shards == 0 || cut->shards > BD_DELTA_SHARDS_MAX ||
-        !bd_delta_rank_part(cut, entry, what, &mine))
+    if (shards == 0 || shards > BD_DELTA_SHARDS_MAX || !bd_delta_cut_part(cut, entry, what, &mine))
         return false;
-    const uint32_t own = (uint32_t)((uint64_t)cut->rank * cut->shards / cut->ranks);
+    const uint32_t own = (uint32_t)((uint64_t)cut->part * shards / cut->parts);
     uint64_t covered = 0;
-    for (uint32_t i = 0; i < cut->shards; i++) {
-        bd_delta_slice s = {.file_index = (own + i) % cut->shards};
-        if (!file_part(cut, entry, what, s.file_index, &held)) return false;
+    for (uint32_t i = 0; i < shards; i++) {
+        bd_delta_slice s = {.file_index = (own + i) % shards};
+        of_file.part = s.file_index;
+        if (!bd_delta_cut_part(&of_file, entry, what, &held)) return false;
         s.rows = overlap(mine.first_row, mine.rows, held.first_row, held.rows, &s.row);
         s.cols = overlap(mine.first_col, mine.cols, held.first_col, held.cols, &s.col);
         if (s.rows == 0 || s.cols == 0) continue;

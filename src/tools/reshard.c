@@ -189,7 +189,7 @@ static size_t bytes_of(const part_of_entry *t, uint64_t elements) {
 
 static bd_delta_cut cut_of(const run *r, uint32_t shard, uint32_t shards) {
     return (bd_delta_cut){
-        .ranks = shards, .rank = shard, .shards = r->delta.shard_count, .kv_heads = r->kv_heads};
+        .parts = shards, .part = shard, .shards = r->delta.shard_count, .kv_heads = r->kv_heads};
 }
 
 static bd_status not_cut(const run *r, const part_of_entry *t, bd_error *err) {
@@ -208,7 +208,7 @@ static bd_status check_copies(const run *r, const part_of_entry *t, bd_error *er
         const bd_delta_cut cut = cut_of(r, i, r->delta.shard_count);
         const bd_tensor *tensor = bd_safetensors_find(r->files[i], t->name);
         BD_ASSERT(tensor && before);
-        if (!is_copied(t) && !bd_delta_rank_part(&cut, t->entry, t->what, &held))
+        if (!is_copied(t) && !bd_delta_cut_part(&cut, t->entry, t->what, &held))
             return not_cut(r, t, err);
         const bool same_part =
             i > 0 && held.first_row == last.first_row && held.first_col == last.first_col;
@@ -243,7 +243,7 @@ static bd_status plan_tensor(run *r, uint32_t shard, const part_of_entry *t, bd_
     made->rank = from->rank;
     memcpy(made->shape, from->shape, sizeof made->shape);
     if (is_copied(t)) return BD_OK;
-    if (!bd_delta_rank_part(&cut, t->entry, t->what, &part)) return not_cut(r, t, err);
+    if (!bd_delta_cut_part(&cut, t->entry, t->what, &part)) return not_cut(r, t, err);
     made->shape[0] = part.rows;
     if (made->rank == 2)
         made->shape[1] = t->what == BD_DELTA_TENSOR_BITS ? part.cols / 8 : part.cols;
@@ -317,7 +317,7 @@ static bd_status write_tensor(run *r, uint32_t shard, const part_of_entry *t, bd
         BD_ASSERT(tensor);
         return bd_safetensors_writer_append(writer, tensor->data, (size_t)tensor->bytes, err);
     }
-    if (!bd_delta_rank_slices(&cut, t->entry, t->what, slices, &count)) return not_cut(r, t, err);
+    if (!bd_delta_cut_slices(&cut, t->entry, t->what, slices, &count)) return not_cut(r, t, err);
     bd_status status = BD_OK;
     for (uint32_t i = 0; i < count && status == BD_OK; i = next) {
         next = i + 1;

@@ -1,7 +1,7 @@
-/* What a rank takes from the files of a delta, against brute force: a tensor whose elements are
- * their own numbers is cut into files and into ranks element by element, by the rule as the format
- * states it; the slices must copy each rank's part from the files. Random shapes, every pair of
- * shards and ranks. */
+/* What a new part takes from the files of a delta, against brute force: a tensor whose elements are
+ * their own numbers is cut into files and into parts element by element, by the rule as the format
+ * states it; the slices must copy each part from the files. Random shapes, every pair of
+ * shards and parts. */
 #include "hf_support.h"
 
 #include "bitdelta/delta/slices.h"
@@ -59,27 +59,24 @@ typedef struct shape {
     const char *name;
     bd_delta_tensor what;
     uint32_t rank;
-    rule in_file, on_rank;
+    rule by;
 } shape;
 
 static const shape shapes[] = {
-    {"l.self_attn.q_proj.weight", BD_DELTA_TENSOR_BITS, 2, RULE_ROWS, RULE_ROWS},
-    {"l.self_attn.q_proj.weight", BD_DELTA_TENSOR_SCALES, 2, RULE_ROWS, RULE_ROWS},
-    {"l.self_attn.k_proj.weight", BD_DELTA_TENSOR_BITS, 2, RULE_KV, RULE_KV},
-    {"l.self_attn.v_proj.weight", BD_DELTA_TENSOR_SCALES, 2, RULE_KV, RULE_KV},
-    {"l.self_attn.o_proj.weight", BD_DELTA_TENSOR_BITS, 2, RULE_COLS, RULE_COLS},
-    {"l.self_attn.o_proj.weight", BD_DELTA_TENSOR_SCALES, 2, RULE_WHOLE, RULE_WHOLE},
-    {"l.mlp.up_proj.weight", BD_DELTA_TENSOR_BITS, 2, RULE_ROWS, RULE_ROWS},
-    {"l.mlp.down_proj.weight", BD_DELTA_TENSOR_BITS, 2, RULE_COLS, RULE_COLS},
-    {"model.embed_tokens.weight", BD_DELTA_TENSOR_BITS, 2, RULE_TABLE, RULE_TABLE},
-    {"lm_head.weight", BD_DELTA_TENSOR_SCALES, 2, RULE_TABLE, RULE_TABLE},
-    {"lm_head.weight", BD_DELTA_TENSOR_WHOLE, 2, RULE_TABLE, RULE_TABLE},
-    {"lm_head.weight", BD_DELTA_TENSOR_EXTRA, 2, RULE_WHOLE, RULE_WHOLE},
-    {"model.norm.weight", BD_DELTA_TENSOR_WHOLE, 1, RULE_WHOLE, RULE_WHOLE},
-    {"l.self_attn.q_proj.bias", BD_DELTA_TENSOR_WHOLE, 1, RULE_WHOLE, RULE_ROWS},
-    {"l.self_attn.v_proj.bias", BD_DELTA_TENSOR_WHOLE, 1, RULE_WHOLE, RULE_KV},
-    {"l.mlp.gate_proj.bias", BD_DELTA_TENSOR_WHOLE, 1, RULE_WHOLE, RULE_ROWS},
-    {"l.self_attn.o_proj.bias", BD_DELTA_TENSOR_WHOLE, 1, RULE_WHOLE, RULE_WHOLE},
+    {"l.self_attn.q_proj.weight", BD_DELTA_TENSOR_BITS, 2, RULE_ROWS},
+    {"l.self_attn.q_proj.weight", BD_DELTA_TENSOR_SCALES, 2, RULE_ROWS},
+    {"l.self_attn.k_proj.weight", BD_DELTA_TENSOR_BITS, 2, RULE_KV},
+    {"l.self_attn.v_proj.weight", BD_DELTA_TENSOR_SCALES, 2, RULE_KV},
+    {"l.self_attn.o_proj.weight", BD_DELTA_TENSOR_BITS, 2, RULE_COLS},
+    {"l.self_attn.o_proj.weight", BD_DELTA_TENSOR_SCALES, 2, RULE_WHOLE},
+    {"l.mlp.up_proj.weight", BD_DELTA_TENSOR_BITS, 2, RULE_ROWS},
+    {"l.mlp.down_proj.weight", BD_DELTA_TENSOR_BITS, 2, RULE_COLS},
+    {"model.embed_tokens.weight", BD_DELTA_TENSOR_BITS, 2, RULE_TABLE},
+    {"lm_head.weight", BD_DELTA_TENSOR_SCALES, 2, RULE_TABLE},
+    {"lm_head.weight", BD_DELTA_TENSOR_WHOLE, 2, RULE_TABLE},
+    {"lm_head.weight", BD_DELTA_TENSOR_EXTRA, 2, RULE_WHOLE},
+    {"model.norm.weight", BD_DELTA_TENSOR_WHOLE, 1, RULE_WHOLE},
+    {"l.self_attn.o_proj.bias", BD_DELTA_TENSOR_WHOLE, 1, RULE_WHOLE},
 };
 
 /* Copies what the slices say; every place of the part must be filled once. */
@@ -105,31 +102,31 @@ static void gather(const bd_delta_cut *by, const shape *s, const grid *files,
     }
 }
 
-static void check_rank(const bd_delta_cut *by, const bd_delta_entry *entry, const shape *s,
+static void check_part(const bd_delta_cut *by, const bd_delta_entry *entry, const shape *s,
                        const grid *files, const grid *expected) {
     bd_delta_slice slices[BD_DELTA_SHARDS_MAX];
     bd_delta_part mine;
     uint32_t count;
-    assert_true(bd_delta_rank_part(by, entry, s->what, &mine));
+    assert_true(bd_delta_cut_part(by, entry, s->what, &mine));
     assert_int_equal(mine.rows, expected->rows);
     if (mine.rows > 0) assert_int_equal(mine.cols, expected->cols);
     if (mine.rows > 0) /* the place in the whole */
         assert_int_equal(expected->values[0],
-                         mine.first_row * (s->on_rank == RULE_COLS ? entry->shape[1] : mine.cols) +
+                         mine.first_row * (s->by == RULE_COLS ? entry->shape[1] : mine.cols) +
                              mine.first_col + 1);
-    assert_true(bd_delta_rank_slices(by, entry, s->what, slices, &count));
+    assert_true(bd_delta_cut_slices(by, entry, s->what, slices, &count));
     grid part = {.values = calloc(mine.rows * mine.cols + 1, sizeof *part.values),
                  .rows = mine.rows,
                  .cols = mine.cols};
     assert_non_null(part.values);
     gather(by, s, files, slices, count, &part);
     if (memcmp(part.values, expected->values, mine.rows * mine.cols * sizeof *part.values) != 0)
-        fail_msg("%s, tensor %d: %u shards, rank %u of %u, %u kv heads", s->name, (int)s->what,
-                 by->shards, by->rank, by->ranks, by->kv_heads);
-    /* A rank's own files suffice, but for tables, whose cuts need not meet. */
-    const uint32_t each = by->shards / by->ranks; /* 0: fewer files than ranks */
-    for (uint32_t i = 0; i < count && each > 0 && s->in_file != RULE_TABLE; i++)
-        assert_int_equal(slices[i].file_index / each, by->rank);
+        fail_msg("%s, tensor %d: %u shards, part %u of %u, %u kv heads", s->name, (int)s->what,
+                 by->shards, by->part, by->parts, by->kv_heads);
+    /* A part's own files suffice, but for tables, whose cuts need not meet. */
+    const uint32_t each = by->shards / by->parts; /* 0: fewer files than parts */
+    for (uint32_t i = 0; i < count && each > 0 && s->by != RULE_TABLE; i++)
+        assert_int_equal(slices[i].file_index / each, by->part);
     free(part.values);
 }
 
@@ -142,29 +139,29 @@ static bd_delta_entry random_entry(const shape *s, uint64_t *rng, uint64_t kv_he
     const uint64_t odd = 1 + below(rng, 7);
     bd_delta_entry entry = {.name = s->name, .rank = s->rank, .shape = {1, 1}};
     const bool by_columns = strstr(s->name, "o_proj.weight") || strstr(s->name, "down_proj.weight");
-    entry.shape[0] = s->on_rank == RULE_ROWS ? odd * PARTS_MAX
-                     : s->on_rank == RULE_KV ? odd * kv_heads
-                                             : 1 + below(rng, 70);
+    entry.shape[0] = s->by == RULE_ROWS ? odd * PARTS_MAX
+                     : s->by == RULE_KV ? odd * kv_heads
+                                        : 1 + below(rng, 70);
     if (s->rank == 2) entry.shape[1] = by_columns ? 8 * PARTS_MAX * (1 + odd % 3) : 8 * odd;
     if (s->what == BD_DELTA_TENSOR_EXTRA) entry.extra_rows = 1 + below(rng, 9);
     return entry;
 }
 
-static void check_shape(const shape *s, uint64_t *rng, uint32_t shards, uint32_t ranks) {
+static void check_shape(const shape *s, uint64_t *rng, uint32_t shards, uint32_t parts) {
     static const uint32_t kv_choices[] = {1, 2, 4, 8, 16, 24};
-    const uint32_t most = shards > ranks ? shards : ranks,
+    const uint32_t most = shards > parts ? shards : parts,
                    kv_heads = kv_choices[below(rng, most > 8 ? 5 : 6)];
     const bd_delta_entry entry = random_entry(s, rng, kv_heads);
     const uint64_t rows = s->what == BD_DELTA_TENSOR_EXTRA ? entry.extra_rows : entry.shape[0],
                    cols = s->what == BD_DELTA_TENSOR_SCALES ? 1 : entry.shape[1];
     grid files[PARTS_MAX];
     for (uint32_t i = 0; i < shards; i++)
-        files[i] = cut(s->in_file, rows, cols, kv_heads, i, shards);
-    for (uint32_t rank = 0; rank < ranks; rank++) {
+        files[i] = cut(s->by, rows, cols, kv_heads, i, shards);
+    for (uint32_t part = 0; part < parts; part++) {
         const bd_delta_cut by = {
-            .ranks = ranks, .rank = rank, .shards = shards, .kv_heads = kv_heads};
-        grid expected = cut(s->on_rank, rows, cols, kv_heads, rank, ranks);
-        check_rank(&by, &entry, s, files, &expected);
+            .parts = parts, .part = part, .shards = shards, .kv_heads = kv_heads};
+        grid expected = cut(s->by, rows, cols, kv_heads, part, parts);
+        check_part(&by, &entry, s, files, &expected);
         free(expected.values);
     }
     for (uint32_t i = 0; i < shards; i++)
@@ -176,8 +173,8 @@ static void test_against_brute_force(void **state) {
     uint64_t rng = support_seed();
     for (uint32_t i = 0; i < CASES * sizeof shapes / sizeof shapes[0]; i++)
         for (uint32_t shards = 1; shards <= PARTS_MAX; shards *= 2)
-            for (uint32_t ranks = 1; ranks <= PARTS_MAX; ranks *= 2)
-                check_shape(&shapes[i % (sizeof shapes / sizeof shapes[0])], &rng, shards, ranks);
+            for (uint32_t parts = 1; parts <= PARTS_MAX; parts *= 2)
+                check_shape(&shapes[i % (sizeof shapes / sizeof shapes[0])], &rng, shards, parts);
 }
 
 /* ---- refusals -------------------------------------------------------------------------------- */
@@ -186,7 +183,7 @@ static bool can(const char *name, uint64_t rows, uint64_t cols, bd_delta_cut by)
     const bd_delta_entry entry = {.name = name, .rank = 2, .shape = {rows, cols}};
     bd_delta_slice slices[BD_DELTA_SHARDS_MAX];
     uint32_t count;
-    return bd_delta_rank_slices(&by, &entry, BD_DELTA_TENSOR_BITS, slices, &count);
+    return bd_delta_cut_slices(&by, &entry, BD_DELTA_TENSOR_BITS, slices, &count);
 }
 
 static void test_what_cannot_be_cut(void **state) {
@@ -194,7 +191,7 @@ static void test_what_cannot_be_cut(void **state) {
     assert_true(can("q_proj.weight", 32, 8, (bd_delta_cut){2, 1, 8, 8}));
     assert_true(can("q_proj.weight", 48, 8, (bd_delta_cut){4, 1, 6, 8})); /* cuts that cross */
     assert_false(can("q_proj.weight", 30, 8, (bd_delta_cut){4, 0, 4, 8}));
-    assert_false(can("q_proj.weight", 32, 8, (bd_delta_cut){2, 2, 2, 8})); /* no such rank */
+    assert_false(can("q_proj.weight", 32, 8, (bd_delta_cut){2, 2, 2, 8})); /* no such part */
     assert_false(can("q_proj.weight", 32, 8, (bd_delta_cut){0, 0, 1, 8}));
     assert_false(can("q_proj.weight", 32, 8, (bd_delta_cut){1, 0, 0, 8}));
     assert_false(can("q_proj.weight", 128, 8, (bd_delta_cut){1, 0, 128, 8}));
@@ -216,7 +213,6 @@ static void test_messages(void **state) {
     (void)state;
     const bd_model_config good = {.heads = 16, .kv_heads = 4, .head_dim = 12, .ffn = 128};
     bd_model_config bad = good;
-    bd_error err = {.message = ""};
     for (uint32_t parts = 1; parts <= 8; parts *= 2)
         expect_parts(parts, good, NULL);
     bad.heads = 12;
@@ -235,13 +231,6 @@ static void test_messages(void **state) {
                  "other");
     expect_parts(2, bad, NULL);
     expect_parts(0, good, "--shards 0: nothing can be cut so");
-    assert_ok(bd_delta_check_ranks("d", 1, 8, &err));
-    assert_ok(bd_delta_check_ranks("d", 8, 2, &err));
-    assert_int_equal(bd_delta_check_ranks("d", 2, 4, &err), BD_E_UNSUPPORTED);
-    assert_string_equal(err.message,
-                        "d: a delta of 2 shards does not serve --tensor-parallel 4 (1 shard or a "
-                        "multiple of 4 does); convert it: bitdelta reshard --delta d --out DIR "
-                        "--shards 4");
 }
 
 int main(void) {
