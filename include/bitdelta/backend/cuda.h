@@ -5,6 +5,8 @@
 #include "bitdelta/backend/backend.h"
 
 const bd_backend_ops *bd_backend_cuda_ops(void);
+/* Ranks on several devices, through NCCL; the library is opened by group_create. */
+const bd_comm_ops *bd_comm_nccl_ops(void);
 /* BD_OK: a usable device answers; else BD_E_DEVICE with CUDA's reason in why. */
 BD_MUST_CHECK bd_status bd_cuda_probe(char *why, size_t why_bytes);
 
