@@ -36,7 +36,7 @@ typedef struct script {
     uint32_t count, began, ended;
     struct bd_variant variants[4];
     bd_payer payers[PAYERS];
-    bool counts; /* counters go by what is charged */
+    uint32_t counting; /* so many payers' counters go by what they are charged */
     int64_t promised[PAYERS];
     uint64_t prompt_tokens[PAYERS], output_tokens[PAYERS];
     _Atomic bool over;
@@ -93,7 +93,7 @@ static void on_charge(void *ctx, bd_payer *payer, int64_t promised, uint32_t pro
     if (s->promised[at] < 0) fake_fault(&s->fake, "promised", at, prompt_tokens);
     s->prompt_tokens[at] += prompt_tokens;
     s->output_tokens[at] += output_tokens;
-    if (s->counts) payer->counter += prompt_tokens + 2.0 * output_tokens;
+    if (at < s->counting) payer->counter += prompt_tokens + 2.0 * output_tokens;
 }
 
 static void set_up(script *s, uint32_t block_count) {
@@ -199,6 +199,32 @@ static void test_rows(void **state) {
         assert_int_equal(s.clients[i].began_at, order[i]);
 }
 
+/* The order follows the counters: payer 0 comes first until it has been served more than payer 1
+ * had been at the start, for KV and for rows. */
+static void test_crossing(void **state) {
+    (void)state;
+    script s;
+    bd_engine_stats stats;
+    set_up(&s, 15);
+    s.counting = 1;
+    s.payers[1].counter = 30.0;
+    add(&s, 0, 0, 8, 32);
+    add(&s, 1, 0, 8, 32);
+    run(&s, &stats);
+    assert_true(stats.preemptions > 0);
+    assert_int_equal(s.clients[0].ended_at, 2);
+
+    set_up(&s, 400);
+    s.options.rows_max = s.options.logits_rows_max = 8;
+    s.counting = 1;
+    s.payers[1].counter = 50.0;
+    for (uint32_t i = 0; i < 8; i++)
+        add(&s, i % 2, 0, 100, 1);
+    run(&s, &stats);
+    for (uint32_t i = 0; i < 8; i++)
+        assert_int_equal(s.clients[i].began_at, 1 + i / 2 + (i % 2 == 0 ? 4 : 0));
+}
+
 /* Equal counters: never a mixture by priority, whoever has them. */
 static void test_equal(void **state) {
     (void)state;
@@ -223,7 +249,7 @@ static void test_variants(void **state) {
     bd_engine_stats stats;
     set_up(&s, 400);
     s.options.variants_per_step_max = 1;
-    s.counts = true;
+    s.counting = PAYERS;
     for (uint32_t i = 0; i < 3; i++)
         add(&s, 0, 1 + i, 4, 60);
     client *single = add(&s, 1, 4, 4, 60);
@@ -280,8 +306,9 @@ static void test_cached(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_gives_way), cmocka_unit_test(test_rows),
-        cmocka_unit_test(test_equal),     cmocka_unit_test(test_variants),
-        cmocka_unit_test(test_passes),    cmocka_unit_test(test_cached),
+        cmocka_unit_test(test_equal),     cmocka_unit_test(test_crossing),
+        cmocka_unit_test(test_variants),  cmocka_unit_test(test_passes),
+        cmocka_unit_test(test_cached),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
