@@ -151,8 +151,9 @@ void bd_handle_completed(void *cls, struct MHD_Connection *connection, void **re
     pthread_mutex_lock(&request->lock);
     bool finished = request->finished;
     pthread_mutex_unlock(&request->lock);
+    /* Without a status of its own the answer was a stream. */
     bool failed = finished && bd_completion_is_stream(request->completion) &&
-                  bd_completion_failed(request->completion);
+                  bd_completion_failed(request->completion) && request->reply.status == 0;
     if (code != MHD_REQUEST_TERMINATED_COMPLETED_OK || !finished)
         bd_request_cancel(request, BD_CANCELLED);
     if (failed) bd_shard_cut(conn); /* a stream that ended in an error closes its connection */

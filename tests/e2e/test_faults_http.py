@@ -12,7 +12,7 @@ import pytest
 import requests
 from conftest import MODELS, eventually
 from raw_http import Reader, request
-from variants_support import golden_body, goldens
+from variants_support import SHARD, copy_variant, golden_body, goldens
 
 GAUGES = ["bd_http_connections", "bd_http_requests_active", "bd_http_upload_bytes", "vllm:num_requests_running",
           "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"]
@@ -293,3 +293,19 @@ def test_pipelines_of_the_impatient(small):
     assert [reader.answer().status for _ in range(100)] == [200] * 100
     raw.close()
     still_right(small)
+
+
+def test_a_refused_stream_keeps_its_connection(launch, tmp_path):
+    """A whole answer that says why, so the next request on the connection has its own."""
+    for name in MODELS[1:3]:
+        copy_variant(name, tmp_path / name)
+    data = bytearray((tmp_path / MODELS[1] / SHARD).read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / MODELS[1] / SHARD).write_bytes(data)
+    server = launch(deltas=str(tmp_path))
+    raw = server.connect()
+    raw.sendall(b"".join(request(body=LONG | {"model": m, "stream": True, "max_tokens": 3}) for m in (MODELS[1], MODELS[2], MODELS[1])) + request("GET", "/version"))
+    reader = Reader(raw)
+    assert [reader.answer().status for _ in range(4)] == [503, 200, 503, 200]
+    raw.close()
+    nothing_left(server)
