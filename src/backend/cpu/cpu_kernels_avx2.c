@@ -57,38 +57,42 @@ INLINE void prefetch(const uint8_t *w, uint64_t ahead_bytes, uint32_t k) {
     _mm_prefetch((const char *)at, _MM_HINT_T0);
 }
 
-/* Eight rows are eight streams. Where they are short the hardware's prefetchers lose track of them
- * (10 instead of 16 GB/s at 576 columns), so what comes two groups of rows later is asked for in
- * the order of memory; rows of 1536 columns and more only suffer from asking. */
-INLINE bool is_short_row(const bd_cpu_dot *dot) {
-    return dot->stride_bytes < 3072;
+#define ALONE_AHEAD_BYTES 256u /* of a row alone, which waits for memory whatever it does */
+
+/* Of `count` outputs NW go together, and every one of the NW goes on with the next row of its own
+ * part: NW long streams, which the hardware's prefetchers follow, where NW neighbouring rows would
+ * be NW short ones, over before they are found (18 instead of 23 GB/s at 2048 columns, 12 instead
+ * of 21 at 1536). A float32 tile is in the cache, where parts lie in each other's way. */
+INLINE uint32_t part_rows(uint32_t count, bd_dtype dtype, const uint32_t NW) {
+    return dtype == BD_DTYPE_F32 ? 1 : count / NW;
 }
-/* The 128 bytes that go with eight columns of eight rows; may lie past the matrix's end. */
-INLINE void prefetch_group(const bd_cpu_dot *dot, uint32_t i, uint32_t k) {
-    const uint64_t ahead_bytes = (i + 16) * dot->stride_bytes;
-    prefetch(dot->w, ahead_bytes, 8 * k);
-    prefetch(dot->w, ahead_bytes + 64, 8 * k);
+/* The first output of the j-th NW of them. */
+INLINE uint32_t part_at(uint32_t i, uint32_t j, bd_dtype dtype, const uint32_t NW) {
+    return i + (dtype == BD_DTYPE_F32 ? j * NW : j);
 }
 
+typedef struct dot_at {   /* what a block computes */
+    uint32_t i, step, r;  /* outputs i, i + step, ... of rows r, r + 1, ... */
+    uint64_t ahead_bytes; /* 0, or how far ahead of these weights to prefetch */
+} dot_at;
+
 /* NW outputs times R rows; both are constants after inlining, and the accumulators fit the 16
- * registers. ahead_bytes: 0, or how far ahead of these weights to prefetch. */
-INLINE void dot_block(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, uint32_t r,
-                      uint64_t ahead_bytes, const uint32_t NW, const uint32_t R) {
+ * registers. */
+INLINE void dot_block(const bd_cpu_dot *dot, bd_dtype dtype, dot_at at, const uint32_t NW,
+                      const uint32_t R) {
     __m256 acc[8][4];
     const uint8_t *w[8];
     const float *x[4];
     UNROLL for (uint32_t a = 0; a < NW; a++) {
-        w[a] = dot->w + (i + a) * dot->stride_bytes;
+        w[a] = dot->w + (at.i + a * at.step) * dot->stride_bytes;
         UNROLL for (uint32_t b = 0; b < R; b++) acc[a][b] = _mm256_setzero_ps();
     }
-    UNROLL for (uint32_t b = 0; b < R; b++) x[b] = dot->x[r + b];
+    UNROLL for (uint32_t b = 0; b < R; b++) x[b] = dot->x[at.r + b];
     const uint32_t count = dot->k / 8 * 8;
-    const bool short_row = is_short_row(dot);
     for (uint32_t k = 0; k < count; k += 8) {
-        if (dtype != BD_DTYPE_F32 && ahead_bytes > 0 && k % 32 == 0) {
-            UNROLL for (uint32_t a = 0; a < NW; a++) prefetch(w[a], ahead_bytes, k);
+        if (dtype != BD_DTYPE_F32 && at.ahead_bytes > 0 && k % 32 == 0) {
+            UNROLL for (uint32_t a = 0; a < NW; a++) prefetch(w[a], at.ahead_bytes, k);
         }
-        if (dtype != BD_DTYPE_F32 && NW == 8 && short_row) prefetch_group(dot, i, k);
         if (NW <= R) {
             __m256 wide[8];
             UNROLL for (uint32_t a = 0; a < NW; a++) wide[a] = load8(w[a], k, dtype);
@@ -116,44 +120,60 @@ INLINE void dot_block(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, uint32_
         }
     }
     UNROLL for (uint32_t b = 0; b < R; b++) {
-        float *y = dot->y[r + b] + i;
-        UNROLL for (uint32_t a = 0; a < NW; a++) y[a] =
-            (dot->add ? y[a] : 0.0f) + lane_sum(acc[a][b]);
+        float *y = dot->y[at.r + b] + at.i;
+        UNROLL for (uint32_t a = 0; a < NW; a++) y[a * at.step] =
+            (dot->add ? y[a * at.step] : 0.0f) + lane_sum(acc[a][b]);
     }
 }
 
 /* Weights pass through the cache once: all rows visit a few outputs before the next few are read,
- * which the first rows ask for. A row alone waits for memory anyway, and asking only costs it. */
-INLINE void dot_rows(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, const uint32_t NW) {
+ * which the first rows ask for. */
+INLINE void dot_rows(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, uint32_t step,
+                     const uint32_t NW) {
     const uint32_t half = NW == 6 ? 3 : NW;
-    uint32_t r = 0;
-    for (; r + 3 <= dot->rows;) {
-        const bool four = r + 4 <= dot->rows && (dot->rows - r) % 3 != 0;
-        const uint64_t ahead_bytes = r == 0 ? NW * dot->stride_bytes : 0;
-        for (uint32_t a = i; a < i + NW; a += half) {
+    const uint64_t next_bytes = (dtype == BD_DTYPE_F32 ? NW : 1) * dot->stride_bytes;
+    dot_at at = {i, step, 0, next_bytes};
+    while (at.r + 3 <= dot->rows) {
+        const bool four = at.r + 4 <= dot->rows && (dot->rows - at.r) % 3 != 0;
+        for (uint32_t a = 0; a < NW; a += half) {
+            at.i = i + a * step;
             if (four) {
-                dot_block(dot, dtype, a, r, ahead_bytes, half, 4);
+                dot_block(dot, dtype, at, half, 4);
             } else {
-                dot_block(dot, dtype, a, r, ahead_bytes, half, 3);
+                dot_block(dot, dtype, at, half, 3);
             }
         }
-        r += four ? 4 : 3;
+        at.i = i;
+        at.r += four ? 4 : 3;
+        at.ahead_bytes = 0;
     }
-    if (dot->rows - r == 2) dot_block(dot, dtype, i, r, r == 0 ? NW * dot->stride_bytes : 0, NW, 2);
-    if (dot->rows - r == 1) dot_block(dot, dtype, i, r, 0, NW, 1);
+    if (dot->rows - at.r == 2) dot_block(dot, dtype, at, NW, 2);
+    if (dot->rows - at.r == 1) {
+        if (at.r == 0) at.ahead_bytes = ALONE_AHEAD_BYTES;
+        dot_block(dot, dtype, at, NW, 1);
+    }
+}
+
+/* As many outputs from i on as go in blocks of NW; returns the first that is left. */
+INLINE uint32_t dot_outputs(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, const uint32_t NW) {
+    const uint32_t blocks = (dot->n - i) / NW, step = part_rows(dot->n - i, dtype, NW);
+    for (uint32_t j = 0; j < blocks; j++) {
+        const uint32_t first = part_at(i, j, dtype, NW);
+        if (NW == 8) {
+            dot_block(dot, dtype, (dot_at){first, step, 0, ALONE_AHEAD_BYTES}, 8, 1);
+        } else {
+            dot_rows(dot, dtype, first, step, NW);
+        }
+    }
+    return i + blocks * NW;
 }
 
 INLINE void dot_all(const bd_cpu_dot *dot, bd_dtype dtype) {
     uint32_t i = 0;
-    if (dot->rows == 1) {
-        for (; i + 8 <= dot->n; i += 8)
-            dot_block(dot, dtype, i, 0, 0, 8, 1);
-    }
-    for (; i + 6 <= dot->n; i += 6)
-        dot_rows(dot, dtype, i, 6);
-    for (; i + 2 <= dot->n; i += 2)
-        dot_rows(dot, dtype, i, 2);
-    if (i < dot->n) dot_rows(dot, dtype, i, 1);
+    if (dot->rows == 1) i = dot_outputs(dot, dtype, i, 8);
+    i = dot_outputs(dot, dtype, i, 6);
+    i = dot_outputs(dot, dtype, i, 2);
+    dot_outputs(dot, dtype, i, 1);
 }
 
 AVX2 static void avx2_dot_f32(const bd_cpu_dot *dot) {
@@ -289,32 +309,35 @@ AVX2 static void avx2_sign_dot(const bd_cpu_signs *signs) {
         sign_groups(signs, group, end - group < SIGN_GROUPS ? end - group : SIGN_GROUPS);
 }
 
-/* Weights and bits of the eight outputs of a group; i: of the first in dot. The sums run in the
- * same order as in dot_block and sign_block. */
-INLINE void fused_block(const bd_cpu_dot *dot, const bd_cpu_signs *signs, uint32_t i) {
+/* Eight outputs' weights and the bits of a group, not of the same outputs: `group` counts groups of
+ * eight as they lie in the plane. Returns the sums of the bits. The sums run in the same order as
+ * in dot_block and sign_block. */
+INLINE __m256 fused_block(const bd_cpu_dot *dot, const bd_cpu_signs *signs, uint32_t i,
+                          uint32_t step, uint32_t group) {
     __m256 acc[8];
     const uint8_t *w[8];
     const float *x = dot->x[0], *table = signs->table[0];
-    const uint32_t group = (signs->first + i) / 8u;
-    const bool short_row = is_short_row(dot);
     __m256 total = _mm256_setzero_ps(), part = _mm256_setzero_ps();
     UNROLL for (uint32_t a = 0; a < 8; a++) {
-        w[a] = dot->w + (i + a) * dot->stride_bytes;
+        w[a] = dot->w + (i + a * step) * dot->stride_bytes;
         acc[a] = _mm256_setzero_ps();
     }
+    const uint32_t whole = dot->k / 8 * 8;
     uint32_t k = 0;
     for (uint32_t word = 0; word < signs->words; word++) {
-        const uint32_t end = dot->k - k < 32 ? dot->k / 8 * 8 : k + 32;
-        for (; k < end; k += 8) {
-            const __m256 xs = _mm256_loadu_ps(x + k);
-            if (short_row) prefetch_group(dot, i, k);
-            UNROLL for (uint32_t a = 0; a < 8; a++) acc[a] =
-                _mm256_fmadd_ps(xs, load8(w[a], k, BD_DTYPE_BF16), acc[a]);
-        }
         __m256i bits = load_bits(signs, group, word);
-        UNROLL for (uint32_t t = 0; t < BD_CPU_PAIRS; t += 2, table += 8) {
-            part = add_pairs(part, table, bits, _mm256_srli_epi32(bits, 2));
-            bits = _mm256_srli_epi32(bits, 4);
+        UNROLL for (uint32_t a = 0; a < 8; a++) prefetch(w[a], ALONE_AHEAD_BYTES, k);
+        ROLL for (uint32_t t = 0; t < BD_CPU_PAIRS; t += 4, table += 16) {
+            if (k < whole) {
+                const __m256 xs = _mm256_loadu_ps(x + k);
+                UNROLL for (uint32_t a = 0; a < 8; a++) acc[a] =
+                    _mm256_fmadd_ps(xs, load8(w[a], k, BD_DTYPE_BF16), acc[a]);
+                k += 8;
+            }
+            UNROLL for (uint32_t at = 0; at < 16; at += 8) {
+                part = add_pairs(part, table + at, bits, _mm256_srli_epi32(bits, 2));
+                bits = _mm256_srli_epi32(bits, 4);
+            }
         }
         if (word % BD_CPU_FOLD_WORDS != BD_CPU_FOLD_WORDS - 1 && word + 1 != signs->words) continue;
         total = _mm256_add_ps(total, part);
@@ -325,17 +348,32 @@ INLINE void fused_block(const bd_cpu_dot *dot, const bd_cpu_signs *signs, uint32
         UNROLL for (uint32_t a = 0; a < 8; a++) acc[a] =
             _mm256_fmadd_ps(xs, load_last(w[a], k, dot->k - k, BD_DTYPE_BF16), acc[a]);
     }
-    UNROLL for (uint32_t a = 0; a < 8; a++) dot->y[0][i + a] = lane_sum(acc[a]);
-    add_scaled(signs, group, 0, total);
+    UNROLL for (uint32_t a = 0; a < 8; a++) dot->y[0][i + a * step] = lane_sum(acc[a]);
+    return total;
+}
+
+#define FUSED_GROUPS 12u
+
+/* `groups` whole groups of the plane, whose first output is dot's i-th. */
+AVX2 static void fused_groups(const bd_cpu_dot *dot, const bd_cpu_signs *signs, uint32_t i,
+                              uint32_t groups) {
+    __m256 totals[FUSED_GROUPS];
+    const uint32_t first = (signs->first + i) / 8u;
+    BD_ASSERT(groups <= FUSED_GROUPS);
+    for (uint32_t g = 0; g < groups; g++)
+        totals[g] = fused_block(dot, signs, i + g, groups, first + g);
+    for (uint32_t g = 0; g < groups; g++)
+        add_scaled(signs, first + g, 0, totals[g]);
 }
 
 AVX2 static void avx2_dot_signs(const bd_cpu_dot *dot, const bd_cpu_signs *signs) {
     BD_ASSERT(dot->rows == 1 && signs->rows == 1 && dot->n == signs->count && !dot->add);
     for (uint32_t i = 0, next; i < dot->n; i = next) {
-        const uint32_t at = signs->first + i;
-        if (at % 8 == 0 && dot->n - i >= 8) {
-            fused_block(dot, signs, i);
-            next = i + 8;
+        const uint32_t at = signs->first + i, left = (dot->n - i) / 8u;
+        if (at % 8 == 0 && left > 0) {
+            const uint32_t groups = left < FUSED_GROUPS ? left : FUSED_GROUPS;
+            fused_groups(dot, signs, i, groups);
+            next = i + 8 * groups;
             continue;
         }
         /* The outputs around whole groups: a plane may begin or end within one. */
