@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Tiny randomly initialised models of several architectures with golden outputs from Hugging Face transformers.
 
-    arch_goldens.py OUT SET        SET is "first" or "second": other sizes and settings
+    arch_goldens.py OUT SET        SET is "first" or "second": other sizes and settings; "odd": no width is a multiple of anything
 Each OUT/<name>/ holds config.json, model.safetensors (bf16; one model in shards with an index) and golden.json.
 config.json is written by hand in the form that published checkpoints have (rope_theta, rope_scaling, torch_dtype), or, where
 "new_form" is set, in the form that transformers 5 writes (rope_parameters, dtype).
@@ -83,6 +83,7 @@ SETS = {
         "gemma2": (gemma2(**dims(96, 3, 4, 1, 112, 16), query_pre_attn_scalar=16, sliding_window=12, attn_logit_softcapping=20.0,
                           final_logit_softcapping=10.0), {}),
     },
+    "odd": {"llama-odd": (llama(**dims(39, 2, 3, 1, 27, 10), vocab_size=67, tie_word_embeddings=True), {})},
 }
 
 

@@ -128,13 +128,6 @@ static bd_status refuse_unknown_arithmetic(const bd_config_source *s, bd_error *
 
 /* ---- sizes ----------------------------------------------------------------------------------- */
 
-static bd_status read_width(const bd_config_source *s, const char *field, uint32_t *out,
-                            bd_error *err) {
-    const bd_status status = bd_config_u32(s, field, 8, WIDTH_MAX, out, err);
-    if (status != BD_OK) return status;
-    return *out % 8 == 0 ? BD_OK : bd_config_refuse(s, field, err, "is not a multiple of 8");
-}
-
 static bd_status read_heads(const bd_config_source *s, const family_defaults *family,
                             bd_model_config *out, bd_error *err) {
     bd_status status = bd_config_u32(s, "num_attention_heads", 1, HEADS_MAX, &out->heads, err);
@@ -161,17 +154,16 @@ static bd_status read_heads(const bd_config_source *s, const family_defaults *fa
     if (out->head_dim > HEAD_DIM_MAX || out->head_dim % 2 != 0) {
         return bd_config_refuse(s, "head_dim", err, "is odd or above 256");
     }
-    if (out->heads * out->head_dim % 8 != 0) {
-        return bd_config_refuse(s, "head_dim", err,
-                                "times num_attention_heads is not a multiple of 8");
-    }
     return BD_OK;
 }
 
 static bd_status read_sizes(const bd_config_source *s, const family_defaults *family,
                             bd_model_config *out, bd_error *err) {
-    bd_status status = read_width(s, "hidden_size", &out->hidden, err);
-    if (status == BD_OK) status = read_width(s, "intermediate_size", &out->ffn, err);
+    /* Signs need rows of whole bytes, a base without a delta does not: what a width is too odd for
+     * is refused where a delta codes a matrix of such rows, or by a backend. */
+    bd_status status = bd_config_u32(s, "hidden_size", 1, WIDTH_MAX, &out->hidden, err);
+    if (status == BD_OK)
+        status = bd_config_u32(s, "intermediate_size", 1, WIDTH_MAX, &out->ffn, err);
     if (status == BD_OK)
         status = bd_config_u32(s, "num_hidden_layers", 1, BD_LAYERS_MAX, &out->layers, err);
     if (status == BD_OK) status = bd_config_u32(s, "vocab_size", 1, VOCAB_MAX, &out->vocab, err);

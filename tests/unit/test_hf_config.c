@@ -200,7 +200,7 @@ static void test_refusals(void **state) {
          "architectures"},
         {"{\"model_type\":\"mixtral\"}", "model_type"},
         {"{\"hidden_size\":64}", "model_type"},
-        {"{\"model_type\":\"llama\",\"hidden_size\":60,\"intermediate_size\":128}", "hidden_size"},
+        {"{\"model_type\":\"llama\",\"hidden_size\":0,\"intermediate_size\":128}", "hidden_size"},
         {"{\"model_type\":\"llama\",\"hidden_size\":64,\"intermediate_size\":1e99}",
          "intermediate_size"},
         {"{\"model_type\":\"phi3\",\"hidden_size\":64,\"intermediate_size\":128,\"num_hidden_"

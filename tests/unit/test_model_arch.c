@@ -1,4 +1,4 @@
-/* test_model_arch.c - seven tiny models of six families against Hugging Face transformers
+/* test_model_arch.c - eight tiny models of six families against Hugging Face transformers
  * (tests/data/arch/README.md): all logits after each prompt, and the greedy continuation with its
  * log-probabilities. The prompts of a model run side by side, so that sequences of different
  * lengths share each step. */
@@ -76,6 +76,7 @@ ARCH_TEST(qwen2, "qwen2")
 ARCH_TEST(qwen3, "qwen3")
 ARCH_TEST(phi3, "phi3")
 ARCH_TEST(gemma2, "gemma2")
+ARCH_TEST(llama_odd, "llama-odd")
 
 typedef struct gate_log {
     uint32_t calls, fail_at;
@@ -127,10 +128,15 @@ static void gates_are_passed_in_order(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(llama3_rope),    cmocka_unit_test(llama_gqa),
-        cmocka_unit_test(mistral_window), cmocka_unit_test(qwen2),
-        cmocka_unit_test(qwen3),          cmocka_unit_test(phi3),
-        cmocka_unit_test(gemma2),         cmocka_unit_test(gates_are_passed_in_order),
+        cmocka_unit_test(llama3_rope),
+        cmocka_unit_test(llama_gqa),
+        cmocka_unit_test(mistral_window),
+        cmocka_unit_test(qwen2),
+        cmocka_unit_test(qwen3),
+        cmocka_unit_test(phi3),
+        cmocka_unit_test(gemma2),
+        cmocka_unit_test(llama_odd),
+        cmocka_unit_test(gates_are_passed_in_order),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -41,9 +41,11 @@ bd_status cuda_supports(const bd_backend_options *options, bd_error *err) {
         return bd_fail(err, BD_E_UNSUPPORTED, "head_dim",
                        "the CUDA backend takes an even head_dim up to 256, not %u",
                        config->head_dim);
-    if (config->hidden % 8 || config->ffn % 8)
+    if (config->hidden % 8 || config->ffn % 8 || config->heads * config->head_dim % 8)
         return bd_fail(err, BD_E_UNSUPPORTED, "hidden_size",
-                       "hidden and intermediate sizes must be multiples of 8");
+                       "the CUDA backend takes hidden and intermediate sizes and heads times "
+                       "head_dim that are multiples of 8, not %u, %u and %u",
+                       config->hidden, config->ffn, config->heads * config->head_dim);
     return BD_OK;
 }
 
