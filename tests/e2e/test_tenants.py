@@ -296,7 +296,7 @@ def test_retry_after_is_honest(launch, home):
     """Who waits as long as told is served."""
     path = write(home / "retry.json", tenant("alpha", requests_per_minute=30, request_burst=1), tenant("beta", tokens_per_minute=600, token_burst=40))
     server = launch("--tenants", str(path))
-    for name, fields in (("alpha", {"path": "/tokenize", "prompt": "x"}), ("beta", {"max_tokens": 30, "ignore_eos": True})):
+    for name, fields in (("alpha", {"path": "/tokenize", "prompt": "x"}), ("beta", {"prompt": list(range(34))})):
         for _ in range(2):
             refused = next((a for a in (ask(server, name, **fields) for _ in range(100)) if a.status_code == 429), None)
             assert refused is not None, "never limited"
@@ -357,8 +357,8 @@ def test_tokens_per_minute(launch, home):
 class Long:
     """A stream that goes on until it is closed."""
 
-    def __init__(self, server, name, model=None, n=1):
-        body = {"prompt": IDS, "max_tokens": 2000, "ignore_eos": True, "stream": True, "n": n, "temperature": 1.0}
+    def __init__(self, server, name, model=None, n=1, tokens=2000):
+        body = {"prompt": IDS, "max_tokens": tokens, "ignore_eos": True, "stream": True, "n": n, "temperature": 1.0}
         if model:
             body["model"] = model
         self.raw = server.connect(seconds=120)
@@ -459,7 +459,7 @@ def test_reload(launch, home):
     for _ in range(2):
         assert ask(server, "alpha").status_code == 200
     before = usage(server, "alpha")
-    stream = Long(server, "beta", n=2)
+    stream = Long(server, "beta", n=2, tokens=900)
     assert stream.status == 200
     # A bad file: named, and nothing changes.
     for text, words in (("{", "not valid JSON"), (json.dumps({"tenants": [tenant("alpha", rate=1)]}), "tenants[0].rate: unknown member")):
