@@ -266,8 +266,8 @@ static void faults_of_files(void **state) {
                 bd_cache_poll(w.cache, bd_now_us());
                 bd_cache_release(w.cache, &r.lease, bd_now_us());
             } else {
-                assert_int_equal(r.status, gone ? BD_E_IO : BD_E_CORRUPT);
-                assert_non_null(strstr(r.error.subject, "shard-00-of-01"));
+                assert_int_equal(r.status, gone ? BD_E_NOT_FOUND : BD_E_CORRUPT);
+                assert_non_null(strstr(r.error.message, "shard-00-of-01"));
             }
             bd_cache_poll(w.cache, bd_now_us());
             assert_int_equal(bd_cache_pages_free(w.cache), pages);
