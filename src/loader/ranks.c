@@ -207,9 +207,12 @@ bd_status bd_loader_ranks_submit(bd_loader_ranks *ranks, bd_load *load, bd_error
     }
     for (uint32_t r = 1; status == BD_OK && r < ranks->source.count; r++) {
         bd_load *part = &whole->parts[r];
-        part->status = bd_loader_submit(ranks->loaders[r], part, &part->error);
-        if (part->status != BD_OK)
-            atomic_store_explicit(&part->finished, true, memory_order_release);
+        bd_error error;
+        const bd_status taken = bd_loader_submit(ranks->loaders[r], part, &error);
+        if (taken == BD_OK) continue; /* the part is its loader's now */
+        part->status = taken;
+        part->error = error;
+        atomic_store_explicit(&part->finished, true, memory_order_release);
     }
     pthread_mutex_unlock(&ranks->lock);
     return status;
