@@ -29,11 +29,11 @@ FOREIGN = {
     r"pcre2(posix)?\.h": {"tokenizer"},
     r"utf8proc\.h": {"tokenizer"},
     r"xxh(ash|3)\.h": {"base", "delta", "loader"},
-    r"nettle/.*\.h": {"hf", "delta", "openai", "router", "http", "tools"},
+    r"nettle/.*\.h": {"hf", "delta", "model", "openai", "router", "http", "tools"},
     r"(cblas|lapacke|openblas_config|f77blas)\.h": {"backend/cpu"},
 }
 
-ENDS = re.compile(r"\b(exit|_exit|_Exit|quick_exit|abort)\s*\(")
+ENDS = re.compile(r"(?<![\w.>])(exit|_exit|_Exit|quick_exit|abort)\s*\(")
 ENVIRONMENT = re.compile(r"\b(getenv|secure_getenv|environ)\b")
 STDOUT = re.compile(r"\bstdout\b|\bSTDOUT_FILENO\b|\b(?:v?printf|puts|putchar)(?:_unlocked)?\s*\(|\bd?write\s*\(\s*1\s*,")
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
@@ -173,6 +173,7 @@ PLANTED = [
     ("src/model/blas.c", "#include <cblas.h>\n", "<cblas.h>"),
     ("src/http/env.c", 'void f(void) { getenv ("X"); }\n', "environment"),
     ("src/base/end.c", "void f(void) { exit(1); }\n", "ends the process"),
+    ("src/base/calls.c", "void f(void) { ops->abort(x); ops.exit(y); }\n", None),
     ("src/tools/end.c", "void f(void) {\n    abort();\n}\n", "src/tools/end.c:2: ends the process"),
     ("src/router/print.c", 'void f(void) { printf("x"); }\n', "writes to stdout"),
     ("src/router/put.c", "void f(void) { fputs(s, stdout); }\n", "writes to stdout"),

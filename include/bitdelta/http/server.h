@@ -20,8 +20,8 @@ typedef struct bd_http_options { /* zero means the default in brackets; strings 
     bd_tenants *tenants; /* the keys are theirs and `keys` is empty; outlives the server; or NULL */
     /* With tenants: /metrics of `listen` shows series of variants and tenants, not only totals. */
     bool metrics_public;
-    /* PEM files, both or neither (plain HTTP): the public listener speaks TLS 1.2 and 1.3. The admin
-     * listener never does. */
+    /* PEM files, both or neither (plain HTTP): the public listener speaks TLS 1.2 and 1.3. The
+     * admin listener never does. */
     const char *tls_cert, *tls_key;
     const char *admin_key; /* NULL or "": the admin listener needs none */
     /* vLLM's load_lora_adapter and unload_lora_adapter on the public listener too: asks for the
