@@ -63,15 +63,19 @@ static enum MHD_Result body_call(bd_request *request, const char *data, size_t *
     *bytes = 0; /* always all of it: 0.9.75 may hang otherwise */
     request->body_seen += count;
     if (request->body_seen / BD_HTTP_CEILING_FACTOR > options->body_bytes_max) return MHD_NO;
-    if (request->reply_ready || request->replied || !request->route->takes_body) return MHD_YES;
+    /* OPTIONS has its answer, too. */
+    if (request->reply.status != 0 || request->replied || !request->route->takes_body)
+        return MHD_YES;
     bd_api_error err;
     if (request->body_seen > options->body_bytes_max) {
         bd_api_fail(&err, BD_API_TOO_LARGE, NULL, "The body is larger than %zu bytes.",
                     options->body_bytes_max);
+        err.limit = "body_bytes";
     } else if (!bd_request_append_body(request, data, count)) {
         bd_api_fail(&err, BD_API_RATE, NULL,
                     "Too many request bodies are being received. Please try again later.");
         err.retry_after_s = 1;
+        err.limit = "upload_bytes";
     } else {
         return MHD_YES;
     }

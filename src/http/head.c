@@ -169,13 +169,17 @@ bool bd_head_check(bd_request *request, const char *method, uint64_t declared_by
         bd_api_fail(err, BD_API_RATE, NULL,
                     "Too many connections are open. Please try again later.");
         err->retry_after_s = 1;
+        err->limit = "connections";
         request->reply.close = true;
         return false;
     }
     if (route->needs_model && bd_health_error(server, route->new_work, err)) return false;
     if (!route->takes_body) return true;
-    if (declared_bytes > server->options.body_bytes_max)
-        return bd_api_fail(err, BD_API_TOO_LARGE, NULL, "The body is larger than %zu bytes.",
-                           server->options.body_bytes_max);
+    if (declared_bytes > server->options.body_bytes_max) {
+        bd_api_fail(err, BD_API_TOO_LARGE, NULL, "The body is larger than %zu bytes.",
+                    server->options.body_bytes_max);
+        err->limit = "body_bytes";
+        return false;
+    }
     return !has_body || check_content(request->connection, err);
 }

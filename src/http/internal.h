@@ -35,6 +35,8 @@ typedef enum bd_route_id {
     BD_ROUTE_METRICS,
     BD_ROUTE_TOKENIZE,
     BD_ROUTE_DETOKENIZE,
+    BD_ROUTE_TOKENIZER_INFO,
+    BD_ROUTE_DESCRIPTION,
     BD_ROUTE_ADMIN_VARIANTS,
     BD_ROUTE_ADMIN_VARIANT,
     BD_ROUTE_ADMIN_RESCAN,
@@ -208,6 +210,9 @@ void bd_key_digest(const char *key, size_t bytes, bd_server_key *out);
 /* Of a public route whose key names a tenant: that tenant, to be released; else NULL. */
 bool bd_key_check(const bd_http_server *server, bool admin, const char *header,
                   const bd_tenant **tenant);
+/* configs/openapi.json, put in by CMakeLists.txt */
+extern const unsigned char bd_openapi_text[];
+extern const size_t bd_openapi_bytes;
 /* work.c */
 bd_status bd_workers_start(bd_http_server *server, bd_error *err);
 void bd_workers_stop(bd_http_server *server);
@@ -230,6 +235,9 @@ enum MHD_Result bd_handle(void *cls, struct MHD_Connection *connection, const ch
 void bd_handle_completed(void *cls, struct MHD_Connection *connection, void **req_cls,
                          enum MHD_RequestTerminationCode code);
 /* reply.c */
+/* Any thread: a request was refused or cut by this limit, one of those that register lists. */
+void bd_http_count_limit(const bd_http_server *server, const char *limit);
+void bd_http_register_limits(const bd_http_server *server); /* at 0 until they are met */
 enum MHD_Result bd_reply_queue(bd_request *request);
 enum MHD_Result bd_reply_queue_stream(bd_request *request);
 /* listen.c */

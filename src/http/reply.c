@@ -36,6 +36,24 @@ static void count_reply(const bd_request *request, unsigned status) {
         bd_metrics_counter(metrics, "bd_http_requests_total", "Requests answered.", labels, 2), 1);
 }
 
+static bd_metric *limit_metric(const bd_http_server *server, const char *limit) {
+    const bd_label label = {"limit", limit};
+    return bd_metrics_counter(server->options.metrics, "bd_http_limited_total",
+                              "Requests refused or connections cut by a limit.", &label, 1);
+}
+
+void bd_http_count_limit(const bd_http_server *server, const char *limit) {
+    if (server->options.metrics) bd_metric_add(limit_metric(server, limit), 1);
+}
+
+void bd_http_register_limits(const bd_http_server *server) {
+    static const char *const limits[] = {"connections",    "body_bytes",   "upload_bytes",
+                                         "queue",          "stream_bytes", "response_bytes",
+                                         "header_seconds", "body_seconds"};
+    for (size_t i = 0; server->options.metrics && i < sizeof limits / sizeof limits[0]; i++)
+        (void)limit_metric(server, limits[i]);
+}
+
 enum MHD_Result bd_reply_queue(bd_request *request) {
     bd_reply *reply = &request->reply;
     if (reply->body.failed) return MHD_NO; /* not even memory for an error */

@@ -97,6 +97,7 @@ void bd_request_drop_body(bd_request *request) {
 
 void bd_request_set_error(bd_request *request, const bd_api_error *err) {
     bd_reply *reply = &request->reply;
+    if (err->limit) bd_http_count_limit(request->shard->server, err->limit);
     bd_strbuf_clear(&reply->body);
     bd_api_error_write(err, &reply->body);
     reply->status = bd_api_http_status(err->kind);
@@ -175,6 +176,7 @@ static bool on_event(void *ctx, const char *data, size_t bytes, bool exempt) {
     pthread_mutex_unlock(&request->lock);
     if (claimed) post_claimed(request);
     if (slow) count_slow_reader(request->shard->server->options.metrics);
+    if (slow) bd_http_count_limit(request->shard->server, "stream_bytes");
     return taken;
 }
 

@@ -132,6 +132,7 @@ bd_status bd_http_server_start(bd_http_server *server, bd_error *err) {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
+    bd_http_register_limits(server);
     bd_status status = bd_workers_start(server, err);
     for (uint32_t i = 0; i < server->shard_total && status == BD_OK; i++)
         status = bd_shard_start(&server->shards[i], err);

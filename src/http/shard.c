@@ -236,6 +236,7 @@ static void sweep(bd_shard *shard, uint64_t now_us) {
     for (bd_conn *conn = shard->conns; conn; conn = conn->next) {
         if (conn->deadline_us > 0 && now_us > conn->deadline_us) {
             conn->deadline_us = 0;
+            bd_http_count_limit(shard->server, conn->request ? "body_seconds" : "header_seconds");
             bd_shard_cut(conn);
         }
         nudge(conn, now_us);

@@ -100,6 +100,12 @@ static bool simple_route(bd_request *request, bd_openai *openai, bd_api_error *e
         return bd_openai_tokenize(openai, request->tenant, body, request->body_bytes, out, err);
     case BD_ROUTE_DETOKENIZE:
         return bd_openai_detokenize(openai, request->tenant, body, request->body_bytes, out, err);
+    case BD_ROUTE_TOKENIZER_INFO:
+        return bd_openai_tokenizer_info(openai, out, err);
+    case BD_ROUTE_DESCRIPTION:
+        bd_strbuf_append(out, (const char *)bd_openapi_text, bd_openapi_bytes);
+        return !out->failed ||
+               bd_api_fail(err, BD_API_INTERNAL, NULL, "The server is out of memory.");
     case BD_ROUTE_VERSION:
         bd_strbuf_puts(out, "{\"version\":\"" BD_VERSION "\"}");
         return true;

@@ -63,7 +63,8 @@ static bool over_limit(const bd_refused *why, bd_api_error *err) {
                                         [BD_LIMIT_REQUESTS] = "requests per minute",
                                         [BD_LIMIT_TOKENS] = "tokens per minute",
                                         [BD_LIMIT_SEQUENCES] = "requests at once"};
-    if (why->limit == BD_LIMIT_NONE)
+    const bool full = why->limit == BD_LIMIT_NONE;
+    if (full)
         bd_api_fail(err, BD_API_RATE, NULL,
                     "Too many requests are waiting. Please try again later.");
     else
@@ -71,6 +72,7 @@ static bool over_limit(const bd_refused *why, bd_api_error *err) {
                     "Rate limit of this key reached: %s. Please try again in %" PRIu32 " s.",
                     names[why->limit], why->retry_after_s);
     err->retry_after_s = why->retry_after_s == 0 ? 1 : why->retry_after_s;
+    if (full) err->limit = "queue";
     return false;
 }
 

@@ -17,6 +17,7 @@ typedef struct bd_chat_book bd_chat_book;
 BD_MUST_CHECK bd_status bd_chat_book_create(bd_chat_book **out, const char *base_dir,
                                             const char *override_path, bd_error *err);
 void bd_chat_book_destroy(bd_chat_book *book); /* NULL is fine */
+const bd_chat *bd_chat_book_base(const bd_chat_book *book);
 /* Reads a variant's files with its first use. *out is to be given back. */
 bool bd_chat_book_get(bd_chat_book *book, const bd_served *served, const bd_chat **out,
                       bd_api_error *err);
@@ -34,9 +35,13 @@ bool bd_chat_parse_messages(const bd_field_context *context, const char *name, b
 bool bd_chat_parse_kwargs(const bd_field_context *context, const char *name, bd_view value,
                           bd_api_error *err);
 
-/* Messages as the template takes them, as a JSON array. */
-bool bd_chat_messages_write(bd_view messages, const bd_chat_template *tmpl, bd_arena *arena,
-                            bd_strbuf *out);
+/* Rules over more than one of the fields of both: sets add_generation_prompt. */
+bool bd_chat_check_continue(bd_chat_input *input, bd_api_error *err);
+
+/* Messages as the template takes them, as a JSON array. mark: put behind the text of the last one,
+ * which must have some; NULL: nothing. */
+bool bd_chat_messages_write(bd_view messages, const bd_chat_template *tmpl, const char *mark,
+                            bd_arena *arena, bd_strbuf *out);
 /* Appends the prompt. */
 bool bd_chat_render(const bd_chat *chat, const bd_chat_input *input, bd_arena *arena,
                     bd_strbuf *out, bd_api_error *err);

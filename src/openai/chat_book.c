@@ -76,6 +76,10 @@ void bd_chat_book_destroy(bd_chat_book *book) {
     free(book);
 }
 
+const bd_chat *bd_chat_book_base(const bd_chat_book *book) {
+    return book->base;
+}
+
 static book_entry *find(bd_chat_book *book, const bd_served *served) {
     for (uint32_t i = 0; i < book->count; i++) {
         book_entry *entry = &book->entries[i];

@@ -149,8 +149,11 @@ static const bd_field chat_fields[] = {
      AT(top_logprobs),
      SENT(top_logprobs_sent)},
     {.name = "echo", .kind = BD_FIELD_CUSTOM, .parse = refuse_true},
-    {.name = "add_generation_prompt", .kind = BD_FIELD_BOOL, AT(add_generation_prompt)},
-    {.name = "continue_final_message", .kind = BD_FIELD_CUSTOM, .parse = refuse_true},
+    {.name = "add_generation_prompt",
+     .kind = BD_FIELD_BOOL,
+     AT(add_generation_prompt),
+     SENT(add_generation_sent)},
+    {.name = "continue_final_message", .kind = BD_FIELD_BOOL, AT(continue_final)},
     {.name = "chat_template_kwargs", .kind = BD_FIELD_CUSTOM, .parse = bd_chat_parse_kwargs},
     {.name = "documents", .kind = BD_FIELD_CUSTOM, .parse = parse_documents},
     {.name = "chat_template", .kind = BD_FIELD_REFUSED},
@@ -165,6 +168,17 @@ static const bd_field chat_fields[] = {
 #undef AT
 #undef SENT
 
+/* What goes on with a message does not begin another. */
+bool bd_chat_check_continue(bd_chat_input *input, bd_api_error *err) {
+    if (!input->continue_final) return true;
+    if (input->add_generation_sent && input->add_generation_prompt)
+        return bd_api_fail(err, BD_API_VALUE, "continue_final_message",
+                           "'continue_final_message' and 'add_generation_prompt' cannot both be "
+                           "true.");
+    input->add_generation_prompt = false;
+    return true;
+}
+
 static bool check_chat(bd_completion_request *out, const bd_chat_input *input, bd_api_error *err) {
     if (!input->messages.at)
         return bd_api_fail(err, BD_API_MISSING, "messages",
@@ -172,6 +186,7 @@ static bool check_chat(bd_completion_request *out, const bd_chat_input *input, b
     if (input->top_logprobs_sent && input->top_logprobs > 0 && !input->logprobs)
         return bd_api_fail(err, BD_API_VALUE, "top_logprobs",
                            "'top_logprobs' is only allowed when 'logprobs' is true.");
+    if (!bd_chat_check_continue(&out->chat, err)) return false;
     if (input->max_tokens_sent) out->max_tokens = input->max_tokens;
     out->limit_name = input->max_tokens_sent ? "max_completion_tokens" : "max_tokens";
     out->max_tokens_sent = out->max_tokens_sent || input->max_tokens_sent;

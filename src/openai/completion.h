@@ -16,6 +16,7 @@ struct bd_openai {
     bd_router *router;
     struct sha256_ctx fingerprint; /* of everything but the variant */
     bd_chat_book *chats;
+    bd_strbuf tokenizer_info; /* empty: none */
     size_t response_bytes_max;
     uint32_t prompts_max;
 };
@@ -38,8 +39,9 @@ typedef struct bd_choice {
         prompt_next; /* prompt_next: first prompt position whose result is still to come */
     bool head_done, event_sent, finished;
     bd_finish finish;
-    int stop_string; /* index, -1: none */
-    int32_t stop_id; /* -1: none, or EOS */
+    int stop_string;    /* index, -1: none */
+    int32_t stop_id;    /* -1: none, or EOS */
+    double logprob_sum; /* of the generated tokens */
 } bd_choice;
 
 struct bd_completion {
@@ -52,7 +54,8 @@ struct bd_completion {
     bd_prompt_state *prompts; /* [request.prompt_count] */
     bd_choice *choices;       /* [choice_count] */
     uint32_t choice_count, max_new;
-    bool reserved; /* queue room and the tenant's share are ours to give back */
+    uint32_t width; /* choices made of each prompt: n, or best_of */
+    bool reserved;  /* queue room and the tenant's share are ours to give back */
     bd_stop_set stops;
     int32_t *stop_ids; /* the user's first, then EOS */
     uint32_t user_stop_count, stop_id_count;
@@ -78,6 +81,8 @@ bool bd_completion_reserve(bd_completion *completion, bd_api_error *err);
 bool bd_completion_correct(bd_completion *completion, bd_api_error *err); /* all is tokenised */
 /* Of a tokenize or detokenize request. */
 bool bd_openai_admit(const bd_tenant *tenant, bd_api_error *err);
+/* tokenizer_info.c: empty where there is none. */
+void bd_tokenizer_info_make(const bd_served *served, const bd_chat *chat, bd_strbuf *out);
 /* prepare.c: checks that need the model, and the job. */
 bool bd_completion_prepare(bd_completion *completion, uint64_t received_us, bd_api_error *err);
 /* sinks.c */

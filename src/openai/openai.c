@@ -45,6 +45,9 @@ bd_status bd_openai_create(const bd_openai_options *options, bd_openai **out, bd
         /* The base's files also serve the variants that have none of their own. */
         sha256_update(&openai->fingerprint, sizeof served->files_digest, served->files_digest);
         status = bd_chat_book_create(&openai->chats, served->dir, options->chat_template_path, err);
+        if (status == BD_OK)
+            bd_tokenizer_info_make(served, bd_chat_book_base(openai->chats),
+                                   &openai->tokenizer_info);
     }
     if (status != BD_OK) {
         bd_openai_destroy(openai);
@@ -57,6 +60,7 @@ bd_status bd_openai_create(const bd_openai_options *options, bd_openai **out, bd
 void bd_openai_destroy(bd_openai *openai) {
     if (!openai) return;
     bd_chat_book_destroy(openai->chats);
+    bd_strbuf_deinit(&openai->tokenizer_info);
     free(openai);
 }
 

@@ -171,10 +171,10 @@ static bool prepare_prompts(bd_completion *completion, bd_api_error *err) {
 /* A decoder that has seen the prompt. Only the first choice of a prompt looks at all of it: when
  * nothing is held back at its end, a stretch of it is enough to decode on. */
 static bool start_decoder(bd_completion *completion, uint32_t index) {
-    const bd_prompt_state *prompt = &completion->prompts[index / (uint32_t)completion->request.n];
+    const bd_prompt_state *prompt = &completion->prompts[index / completion->width];
     bd_choice *choice = &completion->choices[index];
     size_t skipped = 0;
-    if (index % (uint32_t)completion->request.n > 0 && prompt->ids.count > DECODER_TAIL_TOKENS &&
+    if (index % completion->width > 0 && prompt->ids.count > DECODER_TAIL_TOKENS &&
         bd_detok_held_bytes(&choice[-1].detok) == 0)
         skipped = prompt->ids.count - DECODER_TAIL_TOKENS;
     bd_detok_init(&choice->detok, completion->served->tokenizer,
@@ -188,7 +188,7 @@ static bool prepare_choices(bd_completion *completion, bd_api_error *err) {
         bd_choice *choice = &completion->choices[i];
         choice->stop_string = -1;
         choice->stop_id = -1;
-        choice->points = completion->prompts[i / (uint32_t)request->n].echo_points;
+        choice->points = completion->prompts[i / completion->width].echo_points;
         if (!completion->served->tokenizer || request->max_tokens == 0) continue;
         if (!start_decoder(completion, i)) return bd_out_of_memory(err);
     }
@@ -296,6 +296,8 @@ static bool fill_job(bd_completion *completion, uint64_t received_us, bd_api_err
     params->stop_ids = completion->stop_ids;
     params->stop_id_count = completion->stop_id_count;
     params->logprobs = (int32_t)request->logprobs;
+    /* The best are chosen by the log-probabilities of their tokens. */
+    if (params->logprobs < 0 && completion->width > (uint32_t)request->n) params->logprobs = 0;
     int64_t echoed = request->echo ? request->logprobs : -1;
     params->prompt_logprobs =
         (int32_t)(echoed > request->prompt_logprobs ? echoed : request->prompt_logprobs);
@@ -305,7 +307,7 @@ static bool fill_job(bd_completion *completion, uint64_t received_us, bd_api_err
     job->reserved_tokens = completion->ask.tokens;
     job->prompts = completion->job_prompts;
     job->prompt_count = request->prompt_count;
-    job->choices_per_prompt = (uint32_t)request->n;
+    job->choices_per_prompt = completion->width;
     job->sink = &bd_completion_job_sink;
     job->sink_ctx = completion;
     job->received_us = received_us;
@@ -328,7 +330,8 @@ bool bd_completion_prepare(bd_completion *completion, uint64_t received_us, bd_a
     if (!bd_openai_find_model(openai, completion->ask.tenant, &request->model, &completion->served,
                               err))
         return false;
-    completion->choice_count = request->prompt_count * (uint32_t)request->n;
+    completion->width = (uint32_t)(request->best_of > request->n ? request->best_of : request->n);
+    completion->choice_count = request->prompt_count * completion->width;
     if (!bd_completion_reserve(completion, err)) return false;
     completion->prompts = calloc(request->prompt_count, sizeof *completion->prompts);
     completion->job_prompts = calloc(request->prompt_count, sizeof *completion->job_prompts);

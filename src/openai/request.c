@@ -294,14 +294,17 @@ bool bd_completion_request_check(const bd_completion_request *request, uint32_t 
     if (request->best_of_sent && request->best_of > 20 && request->best_of != request->n)
         return bd_api_fail(err, BD_API_INTEGER_HIGH, "best_of",
                            "Invalid 'best_of': must be at most 20.");
-    if (request->best_of_sent && request->best_of > request->n)
-        return bd_api_fail(err, BD_API_UNSUPPORTED, "best_of",
-                           "'best_of' greater than 'n' is not supported by this server.");
-    if ((uint64_t)request->n * request->prompt_count > prompts_max)
-        return bd_api_fail(err, BD_API_VALUE, "n",
-                           "Invalid 'n': 'n' times the number of prompts must be at most %" PRIu32
-                           ".",
-                           prompts_max);
+    const bool best = request->best_of_sent && request->best_of > request->n;
+    if (best && request->stream)
+        return bd_api_fail(err, BD_API_VALUE, "best_of",
+                           "'best_of' greater than 'n' is not available with 'stream': the best "
+                           "are known at the end.");
+    const char *name = best ? "best_of" : "n";
+    if ((uint64_t)(best ? request->best_of : request->n) * request->prompt_count > prompts_max)
+        return bd_api_fail(err, BD_API_VALUE, name,
+                           "Invalid '%s': '%s' times the number of prompts must be at most "
+                           "%" PRIu32 ".",
+                           name, name, prompts_max);
     if (request->min_tokens > request->max_tokens)
         return bd_api_fail(err, BD_API_VALUE, "min_tokens",
                            "Invalid 'min_tokens': must not be greater than 'max_tokens' (%" PRId64

@@ -35,7 +35,8 @@ typedef struct bd_bias_input {
 typedef struct bd_chat_input {
     bd_view messages, documents, kwargs; /* at NULL: not sent */
     int64_t max_tokens, top_logprobs;
-    bool max_tokens_sent, top_logprobs_sent, logprobs, add_generation_prompt;
+    bool max_tokens_sent, top_logprobs_sent, logprobs;
+    bool add_generation_prompt, add_generation_sent, continue_final;
 } bd_chat_input;
 
 typedef struct bd_completion_request {

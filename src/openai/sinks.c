@@ -5,7 +5,7 @@
 #include "completion.h"
 
 static const bd_prompt_state *prompt_of(const bd_completion *completion, uint32_t index) {
-    return &completion->prompts[index / (uint32_t)completion->request.n];
+    return &completion->prompts[index / completion->width];
 }
 
 /* The whole request ends with this error; done() follows once the router has stopped the other
@@ -32,9 +32,11 @@ static bool account(bd_completion *completion, const bd_choice *choice, size_t b
     completion->held_bytes += choice_bytes(choice) - before_bytes;
     if (choice_failed(choice) || completion->piece.failed)
         fail(completion, BD_API_INTERNAL, "The server is out of memory.");
-    else if (completion->held_bytes > completion->openai->response_bytes_max)
+    else if (completion->held_bytes > completion->openai->response_bytes_max) {
         fail(completion, BD_API_VALUE,
              "The response would be too large; ask for fewer tokens, choices or logprobs.");
+        completion->error.limit = "response_bytes";
+    }
     return !completion->failed;
 }
 
@@ -159,6 +161,7 @@ static bool on_token(void *ctx, uint32_t index, const bd_token_result *token) {
     begin_prompt(completion, index);
     choice->generated++;
     completion->generated++;
+    choice->logprob_sum += (double)token->logprob;
     bool stops = is_listed(completion->stop_ids, completion->stop_id_count, token->id);
     bool last = stops || choice->generated == completion->max_new;
     uint64_t offset = choice->points;

@@ -10,15 +10,6 @@ typedef struct tokenize_request {
     bd_chat_input chat;
 } tokenize_request;
 
-static bool refuse_continue(const bd_field_context *context, const char *name, bd_view value,
-                            bd_api_error *err) {
-    bool flag = false;
-    (void)context;
-    if (!bd_field_bool(name, value, &flag, err)) return false;
-    return !flag || bd_api_fail(err, BD_API_UNSUPPORTED, name,
-                                "'%s' is not supported by this server.", name);
-}
-
 static const bd_field tokenize_fields[] = {
     {.name = "model", .kind = BD_FIELD_STRING, .offset = offsetof(tokenize_request, model)},
     {.name = "prompt", .kind = BD_FIELD_STRING, .offset = offsetof(tokenize_request, prompt)},
@@ -35,8 +26,11 @@ static const bd_field chat_fields[] = {
     {.name = "messages", .kind = BD_FIELD_CUSTOM, .parse = bd_chat_parse_messages},
     {.name = "add_generation_prompt",
      .kind = BD_FIELD_BOOL,
-     .offset = offsetof(bd_chat_input, add_generation_prompt)},
-    {.name = "continue_final_message", .kind = BD_FIELD_CUSTOM, .parse = refuse_continue},
+     .offset = offsetof(bd_chat_input, add_generation_prompt),
+     .sent_offset = offsetof(bd_chat_input, add_generation_sent)},
+    {.name = "continue_final_message",
+     .kind = BD_FIELD_BOOL,
+     .offset = offsetof(bd_chat_input, continue_final)},
     {.name = "chat_template_kwargs", .kind = BD_FIELD_CUSTOM, .parse = bd_chat_parse_kwargs},
     {.name = "tools", .kind = BD_FIELD_REFUSED},
 };
@@ -78,6 +72,7 @@ static bool parse_tokenize(const char *body, size_t bytes, bd_arena **arena,
                          sizeof tokenize_fields / sizeof tokenize_fields[0], root, err) ||
         !bd_fields_parse(&chat, chat_fields, sizeof chat_fields / sizeof chat_fields[0], root, err))
         return false;
+    if (!bd_chat_check_continue(&request->chat, err)) return false;
     if (request->prompt.data || request->chat.messages.at) {
         if (!request->add_special_sent) request->add_special_tokens = request->prompt.data != NULL;
         return true;

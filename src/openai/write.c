@@ -84,13 +84,13 @@ static void write_chat_logprobs(const bd_choice *choice, bd_strbuf *out) {
     bd_strbuf_puts(out, "],\"refusal\":null}");
 }
 
-/* {"index":...}: what the choice holds now. first: the prompt's parts belong to it. */
-static void write_choice(const bd_completion *completion, uint32_t index, bool first,
-                         bd_strbuf *out) {
+/* {"index":shown,...}: what the choice holds now. first: the prompt's parts belong to it. */
+static void write_choice(const bd_completion *completion, uint32_t index, uint32_t shown,
+                         bool first, bd_strbuf *out) {
     const bd_completion_request *request = &completion->request;
     const bd_choice *choice = &completion->choices[index];
-    const bd_prompt_state *prompt = &completion->prompts[index / (uint32_t)request->n];
-    bd_strbuf_printf(out, "{\"index\":%" PRIu32, index);
+    const bd_prompt_state *prompt = &completion->prompts[index / completion->width];
+    bd_strbuf_printf(out, "{\"index\":%" PRIu32, shown);
     if (request->is_chat) {
         write_message(choice, request->stream, out);
     } else {
@@ -128,11 +128,11 @@ void bd_completion_write_event(bd_completion *completion, uint32_t index, bd_str
     const bd_choice *choice = &completion->choices[index];
     bd_strbuf_puts(out, "data: ");
     bd_strbuf_append(out, completion->head.data, completion->head.len_bytes);
-    write_choice(completion, index, !choice->event_sent, out);
+    write_choice(completion, index, index, !choice->event_sent, out);
     bd_strbuf_puts(out, "]");
     if (request->continuous_usage) {
         bd_strbuf_puts(out, ",\"usage\":");
-        write_usage(completion->prompts[index / (uint32_t)request->n].ids.count, choice->generated,
+        write_usage(completion->prompts[index / completion->width].ids.count, choice->generated,
                     out);
     } else if (request->include_usage) {
         bd_strbuf_puts(out, ",\"usage\":null");
@@ -152,7 +152,7 @@ void bd_completion_write_role_event(const bd_completion *completion, uint32_t in
                      index);
     if (request->continuous_usage) {
         bd_strbuf_puts(out, ",\"usage\":");
-        write_usage(completion->prompts[index / (uint32_t)request->n].ids.count, 0, out);
+        write_usage(completion->prompts[index / completion->width].ids.count, 0, out);
     } else if (request->include_usage) {
         bd_strbuf_puts(out, ",\"usage\":null");
     }
@@ -167,11 +167,36 @@ void bd_completion_write_usage_event(bd_completion *completion, bd_strbuf *out) 
     bd_strbuf_puts(out, "}\n\n");
 }
 
+static double mean_logprob(const bd_choice *choice) {
+    return choice->generated > 0 ? choice->logprob_sum / choice->generated : 0;
+}
+
+/* Of equals the one made first. */
+static bool is_better(const bd_choice *choices, uint32_t left, uint32_t right) {
+    const double a = mean_logprob(&choices[left]), b = mean_logprob(&choices[right]);
+    return a > b || (!(a < b) && left < right);
+}
+
+/* The choice to show at place `shown`: of each prompt the n best of `width`, best first. */
+static uint32_t choice_at(const bd_completion *completion, uint32_t shown) {
+    const uint32_t n = (uint32_t)completion->request.n, width = completion->width;
+    if (width == n) return shown;
+    const uint32_t first = shown / n * width, rank = shown % n;
+    for (uint32_t i = first; i < first + width; i++) {
+        uint32_t better = 0;
+        for (uint32_t j = first; j < first + width; j++)
+            better += is_better(completion->choices, j, i);
+        if (better == rank) return i;
+    }
+    return first;
+}
+
 void bd_completion_write_body(bd_completion *completion, bd_strbuf *out) {
     bd_strbuf_append(out, completion->head.data, completion->head.len_bytes);
-    for (uint32_t i = 0; i < completion->choice_count; i++) {
+    const uint32_t n = (uint32_t)completion->request.n;
+    for (uint32_t i = 0; i < completion->request.prompt_count * n; i++) {
         if (i > 0) bd_strbuf_append(out, ",", 1);
-        write_choice(completion, i, true, out);
+        write_choice(completion, choice_at(completion, i), i, true, out);
     }
     bd_strbuf_puts(out, "],\"usage\":");
     write_usage(completion->prompt_tokens, completion->generated, out);

@@ -82,3 +82,7 @@ bool bd_chat_template_tests_string(const bd_chat_template *tmpl) {
 bool bd_chat_template_mentions(const bd_chat_template *tmpl, const char *word) {
     return strstr(tmpl->source, word) != NULL;
 }
+
+const char *bd_chat_template_source(const bd_chat_template *tmpl) {
+    return tmpl->source;
+}

@@ -73,7 +73,52 @@ def test_tokenize_messages(chat):
     assert tokens[0] == BOS and tokens.count(BOS) == 1
     without = chat.post("/tokenize", {"messages": USER, "add_generation_prompt": False}).json()["tokens"]
     assert without == chat.post("/tokenize", {"prompt": prompt_of(USER, add_generation_prompt=False), "add_special_tokens": False}).json()["tokens"]
-    error_of(chat.post("/tokenize", {"messages": USER, "continue_final_message": True}), 400, "unsupported_parameter", "continue_final_message")
+    error_of(chat.post("/tokenize", {"messages": USER, "continue_final_message": True, "add_generation_prompt": True}), 400, "invalid_value",
+             "continue_final_message")
+
+
+# As transformers does it: a mark behind the last text, the rendering up to it; without the spaces before it where the template trims.
+CONTINUED = [("Sure, a", False), (" spaced ", False), ("ends in a newline\n", False), ("é 😀", False), ("", False),
+             ("Sure, a  ", True), ("  twice  twice ", True), ("tail\n\n", True)]
+
+
+@pytest.mark.parametrize("text,trims", CONTINUED)
+@pytest.mark.parametrize("parts", [False, True])
+def test_continue_final_message(tmp_path_factory, text, trims, parts):
+    """The last message is gone on with: its end is the prompt's."""
+    running = continued(tmp_path_factory, trims)
+    content = [{"type": "text", "text": text[:2]}, {"type": "text", "text": text[2:]}] if parts else text
+    messages = [*USER, {"role": "assistant", "content": content}]
+    before = f"<user>{USER[0]['content']}</user><assistant>"
+    wanted = before + (text.strip() if trims else text)
+    body = {"messages": messages, "continue_final_message": True}
+    for fields in ({}, {"add_generation_prompt": False}):
+        tokens = running.post("/tokenize", body | fields).json()["tokens"]
+        assert tokens == running.post("/tokenize", {"prompt": wanted, "add_special_tokens": False}).json()["tokens"]
+    answer = ask(running, messages=messages, continue_final_message=True).json()
+    plain = running.complete(wanted, max_tokens=8, add_special_tokens=False)
+    assert answer["choices"][0]["message"]["content"] == plain["choices"][0]["text"] and answer["usage"] == plain["usage"]
+
+
+_continued = {}
+
+
+def continued(factory, trims):
+    """A server whose template wraps every message, one of two; both live as long as the tests of this file."""
+    if trims not in _continued:
+        template = factory.mktemp("continued") / "t.jinja"
+        shown = "m.content | trim" if trims else "m.content"
+        template.write_text("{% for m in messages %}<{{ m.role }}>{{ " + shown + " }}</{{ m.role }}>{% endfor %}"
+                            "{% if add_generation_prompt %}<assistant>{% endif %}")
+        _continued[trims] = start_server("--chat-template", str(template), deltas=None)
+    return _continued[trims]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stop_continued():
+    yield
+    for running in _continued.values():
+        assert running.stop() == 0
 
 
 def test_sdk(client):
@@ -161,7 +206,10 @@ def test_random_conversations(chat):
     ({"echo": True}, "unsupported_parameter", "echo"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "unsupported_parameter", "tools"),
     ({"chat_template_kwargs": {"messages": []}}, "invalid_value", "chat_template_kwargs"),
-    ({"continue_final_message": True}, "unsupported_parameter", "continue_final_message"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "invalid_value", "continue_final_message"),
+    ({"continue_final_message": 5}, "invalid_type", "continue_final_message"),
+    ({"continue_final_message": True, "messages": [*USER, {"role": "assistant", "content": None}]}, "invalid_value", "messages"),
+    ({"continue_final_message": True, "messages": [*USER, {"role": "assistant", "content": []}]}, "invalid_value", "messages"),
 ])
 def test_refusals(chat, fields, code, param):
     for stream in (False, True):
@@ -179,6 +227,44 @@ def test_default_length_is_what_the_context_leaves(chat):
     answer = chat.post("/v1/chat/completions", {"messages": long, "temperature": 0, "ignore_eos": True}).json()
     assert answer["usage"]["prompt_tokens"] == count and answer["usage"]["completion_tokens"] == CONTEXT - count
     assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_developer_role(chat, tmp_path):
+    """Shown as system, unless the template knows the word."""
+    def tokens(server, role):
+        return server.post("/tokenize", {"messages": [{"role": role, "content": "x"}, *USER]}).json()["tokens"]
+    assert tokens(chat, "developer") == tokens(chat, "system") != tokens(chat, "user")
+    knows = tmp_path / "knows.jinja"
+    knows.write_text("{% for m in messages %}{{ 'D' if m.role == 'developer' else m.role }}{{ m.content }};{% endfor %}")
+    running = start_server("--chat-template", str(knows), deltas=None)
+    try:
+        shown = running.post("/tokenize", {"prompt": "Dx;userSELECT a;", "add_special_tokens": False}).json()["tokens"]
+        assert tokens(running, "developer") == shown
+    finally:
+        assert running.stop() == 0
+
+
+def test_further_members(tmp_path):
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ messages[0].name }}{{ messages[0].more.a[1] }}{{ messages[1].tool_calls[0].function.arguments.q }}")
+    running = start_server("--chat-template", str(template), deltas=None)
+    try:
+        call = {"type": "function", "function": {"name": "f", "arguments": "{\"q\":\"Q\"}"}}
+        messages = [{"role": "user", "content": "x", "name": "N", "more": {"a": [1, "M"]}}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        tokens = running.post("/tokenize", {"messages": messages}).json()["tokens"]
+        assert tokens == running.post("/tokenize", {"prompt": "NMQ", "add_special_tokens": False}).json()["tokens"]
+    finally:
+        assert running.stop() == 0
+
+
+def test_no_tools(chat):
+    """Whatever asks for no tool passes; what asks for one is refused by name, streamed or not."""
+    for fields in ({"tools": None}, {"tools": []}, {"tools": [], "tool_choice": "none"}, {"tool_choice": "auto"}, {"functions": [], "function_call": "none"}):
+        assert ask(chat, **fields).json()["choices"]
+    for fields in ({"tool_choice": "required"}, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, {"functions": [{"name": "f"}]},
+                   {"response_format": {"type": "json_object"}}, {"audio": {"voice": "x"}}):
+        message = error_of(ask(chat, 400, **fields), 400, "unsupported_parameter", next(iter(fields)))
+        assert next(iter(fields)) in message
 
 
 def test_no_template(server):
@@ -207,6 +293,8 @@ def test_override_on_the_command_line(tmp_path):
         for model in ("zen-mini", "zen-mini-sql"):
             tokens = running.post("/tokenize", {"model": model, "messages": USER}).json()["tokens"]
             assert tokens == running.post("/tokenize", {"prompt": "SELECT a!", "add_special_tokens": False}).json()["tokens"]
+        hidden = {"messages": [*USER, {"role": "assistant", "content": "b"}], "continue_final_message": True}
+        error_of(running.post("/v1/chat/completions", hidden), 400, "invalid_value", "messages")
     finally:
         assert running.stop() == 0
     override.write_text("{{ x | center }}")

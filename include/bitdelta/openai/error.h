@@ -51,6 +51,7 @@ typedef struct bd_api_error {
     const char *param;      /* a literal: the top-level request field at fault; NULL: null */
     char message[512];      /* valid UTF-8 */
     uint32_t retry_after_s; /* 0: no Retry-After header */
+    const char *limit; /* a literal: the server's limit that refuses it, for metrics; or NULL */
 } bd_api_error;
 
 /* Fills *err and returns false, so that a check can `return bd_api_fail(...)`. */

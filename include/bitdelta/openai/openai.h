@@ -35,6 +35,9 @@ bool bd_openai_tokenize(const bd_openai *openai, const bd_tenant *tenant, const 
 bool bd_openai_detokenize(const bd_openai *openai, const bd_tenant *tenant, const char *body,
                           size_t bytes, bd_strbuf *out, bd_api_error *err);
 
+/* Of the base; BD_API_URL where its directory does not say enough. */
+bool bd_openai_tokenizer_info(const bd_openai *openai, bd_strbuf *out, bd_api_error *err);
+
 /* What vLLM's load_lora_adapter and unload_lora_adapter are sent. */
 typedef struct bd_lora_request {
     char name[BD_VARIANT_NAME_MAX + 1];

@@ -36,6 +36,7 @@ bool bd_chat_template_wants_parts(const bd_chat_template *tmpl);
 bool bd_chat_template_tests_string(const bd_chat_template *tmpl);
 /* The word stands somewhere in its source. */
 bool bd_chat_template_mentions(const bd_chat_template *tmpl, const char *word);
+const char *bd_chat_template_source(const bd_chat_template *tmpl); /* lives as long as it */
 
 /* One variable: text (any UTF-8) or, with text NULL, json. json points at the first byte of a value
  * in a text that bd_json_check accepted; it outlives the rendering. name NULL: json is an object
