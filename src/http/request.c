@@ -155,14 +155,6 @@ size_t bd_outbox_pop(bd_outbox *box, char *out, size_t max) {
 
 /* ---- sink of the completion, on bd-sched ---- */
 
-static void count_slow_reader(bd_metrics *metrics) {
-    if (!metrics) return;
-    bd_metric_add(bd_metrics_counter(metrics, "bd_http_slow_readers_total",
-                                     "Streams ended because their reader fell too far behind.",
-                                     NULL, 0),
-                  1.0);
-}
-
 static bool on_event(void *ctx, const char *data, size_t bytes, bool exempt) {
     bd_request *request = ctx;
     size_t limit = request->shard->server->options.stream_bytes_max;
@@ -175,7 +167,6 @@ static bool on_event(void *ctx, const char *data, size_t bytes, bool exempt) {
     bool claimed = taken && claim_post(request);
     pthread_mutex_unlock(&request->lock);
     if (claimed) post_claimed(request);
-    if (slow) count_slow_reader(request->shard->server->options.metrics);
     if (slow) bd_http_count_limit(request->shard->server, "stream_bytes");
     return taken;
 }

@@ -239,6 +239,7 @@ bd_status bd_tenants_open(const char *path, bd_tenants **out, bd_error *err) {
         bd_tenants_destroy(tenants);
         return status;
     }
+    bd_log(BD_LOG_INFO, "tenants", "read path=%s tenants=%u", path, (unsigned)change.total);
     *out = tenants;
     return BD_OK;
 }

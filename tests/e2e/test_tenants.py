@@ -439,7 +439,7 @@ def test_slow_reader(launch, home):
     raw.connect(("127.0.0.1", server.port))
     raw.sendall(request(body={"prompt": IDS, "max_tokens": 2000, "ignore_eos": True, "stream": True, "n": 16, "logprobs": 5},
                         headers=[f"Authorization: Bearer {KEYS['alpha']}"]))
-    eventually(lambda: server.metric("bd_http_slow_readers_total") == 1 if "slow_readers" in server.get("/metrics").text else False, 60, "slow reader's end")
+    eventually(lambda: samples(server.get("/metrics").text, "bd_http_limited_total", limit="stream_bytes").popitem()[1] == 1, 60, "slow reader's end")
     eventually(lambda: usage(server, "alpha")["sequences_now"] == 0, 60, "free sequences")
     assert ask(server, "alpha", n=16).status_code == 200
     raw.settimeout(60)
