@@ -11,7 +11,7 @@
 
 static void check_sizes(const bd_model_config *c) {
     BD_ASSERT(c->layers > 0 && c->layers <= BD_LAYERS_MAX);
-    BD_ASSERT(c->hidden > 0 && c->hidden % 8 == 0 && c->ffn > 0 && c->ffn % 8 == 0);
+    BD_ASSERT(c->hidden > 0 && c->ffn > 0);
     BD_ASSERT(c->heads > 0 && c->kv_heads > 0 && c->heads % c->kv_heads == 0);
     BD_ASSERT(c->head_dim > 0 && c->head_dim % 2 == 0 && c->head_dim <= 256);
     BD_ASSERT((uint64_t)c->heads * c->head_dim <= INT32_MAX);

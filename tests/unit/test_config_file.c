@@ -232,7 +232,8 @@ static void test_every_key(void **state) {
     for (size_t i = 0; i < bd_table_count(); i++) {
         const option_row *row = bd_table_row(i);
         if (!row->key || !row->fallback) continue;
-        bool bare = row->type == OPTION_U32 || row->type == OPTION_U64 || row->type == OPTION_BOOL;
+        bool bare = row->type == OPTION_U32 || row->type == OPTION_U64 ||
+                    row->type == OPTION_BOOL || row->type == OPTION_DOUBLE;
         const char *quote = bare ? "" : "\"";
         const char *dot = strchr(row->key, '.');
         char text[300];
