@@ -16,7 +16,7 @@ from conversations import Snippets, conversation  # noqa: E402
 from reference import environment, render  # noqa: E402
 
 RENDERER = Path(BINARY).parent / "tests" / "test_tokenizer_chat"
-SNIPPETS = 6000
+SNIPPETS = 2000
 CONVERSATIONS = 120
 
 
