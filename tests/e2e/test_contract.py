@@ -9,7 +9,7 @@ import time
 
 import pytest
 import requests
-from conftest import BASE, BOS, CONTEXT, ROOT, VOCAB, error_of, events_of, eventually
+from conftest import BASE, BOS, CONTEXT, ROOT, VOCAB, error_of, events_of, eventually, start_server
 from raw_http import Reader, chunked, request
 
 HERE = ROOT / "tests" / "e2e"
@@ -421,3 +421,26 @@ def test_same_numbers_alone_and_in_chunks(server):
 def test_truncated_by_the_context(server):
     answer = server.post("/v1/completions", {"prompt": [5] * (CONTEXT - 5), "ignore_eos": True, "temperature": 0}).json()
     assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == 5
+
+
+def test_priority_orders_the_queue():
+    """One at a time: of those that wait the lowest number runs next, and among equals whoever came first."""
+    server = start_server("--max-seqs", "1")
+    try:
+        order = []
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            with server.session.post(server.url + "/v1/completions", json={"prompt": ["x"] * 20, "max_tokens": 1900, "ignore_eos": True, "stream": True},
+                                     stream=True, timeout=60) as running:
+                pieces = running.iter_content(1)  # kept, since the connection goes with it
+                next(pieces)
+                asks, before = [], server.metric("vllm:num_requests_waiting")
+                for number, priority in enumerate([3, 0, 7, 0, -2, 3]):
+                    body = {"prompt": "x", "max_tokens": 2, "ignore_eos": True, "priority": priority}
+                    asks.append(pool.submit(lambda body=body, key=(priority, number): (send(server, json.dumps(body)), order.append(key))))
+                    eventually(lambda: server.metric("vllm:num_requests_waiting") - before == number + 1, what="queue")
+            # Its client has left: the others run.
+            for ask in asks:
+                assert ask.result()[0].status_code == 200
+        assert order == sorted(order)
+    finally:
+        server.stop()
