@@ -115,13 +115,14 @@ static bd_status load_file(parser *p) {
     return bd_config_file_load(path, &p->out->serve, p->err);
 }
 
-/* A variable that is set but empty counts as not set, as in shells. */
+/* A variable that is set but empty counts as not set, as in shells; but for a key, without which
+ * the server would be open to everyone because of a misspelt $NAME. */
 static bd_status load_environment(parser *p) {
     for (size_t i = 0; i < bd_table_count(); i++) {
         const option_row *row = bd_table_row(i);
         void *field = bd_table_field(row, p->out->command, options_of(p->out));
         const char *text = field && row->env ? getenv(row->env) : NULL;
-        if (!text || !*text) continue;
+        if (!text || (!*text && !row->secret)) continue;
         const value_place place = {.subject = row->env, .label = row->env};
         bd_value_clear(row, field);
         bd_status status = bd_value_parse(row, field, text, &place, p->err);

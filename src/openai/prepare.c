@@ -314,10 +314,14 @@ static bool fill_job(bd_completion *completion, uint64_t received_us, bd_api_err
     return true;
 }
 
-/* Nobody overtakes others by asking for it: only as far as the tenant may. */
-static bool check_priority(const bd_completion *completion, bd_api_error *err) {
+/* Nobody overtakes others by asking for it: only as far as the tenant may. Who asks for nothing
+ * gets 0, or the most that the tenant may. */
+static bool check_priority(bd_completion *completion, bd_api_error *err) {
     const bd_tenant *tenant = completion->ask.tenant;
-    if (!tenant || completion->request.priority >= tenant->priority_min) return true;
+    bd_completion_request *request = &completion->request;
+    if (tenant && !request->priority_sent && request->priority < tenant->priority_min)
+        request->priority = tenant->priority_min;
+    if (!tenant || request->priority >= tenant->priority_min) return true;
     return bd_api_fail(err, BD_API_INTEGER_LOW, "priority",
                        "Invalid 'priority': this key may ask for %" PRId64 " or more.",
                        tenant->priority_min);

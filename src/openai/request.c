@@ -266,7 +266,7 @@ static const bd_field shared_fields[] = {
     {.name = "return_token_ids", .kind = BD_FIELD_BOOL, AT(return_token_ids)},
     {.name = "return_tokens_as_token_ids", .kind = BD_FIELD_BOOL, AT(tokens_as_ids)},
     {.name = "prompt_logprobs", INT(0, BD_LOGPROBS_MAX), AT(prompt_logprobs)},
-    {.name = "priority", INT(INT64_MIN, INT64_MAX), AT(priority)},
+    {.name = "priority", INT(INT64_MIN, INT64_MAX), AT(priority), SENT(priority_sent)},
     {.name = "truncate_prompt_tokens", .kind = BD_FIELD_REFUSED},
     {.name = "allowed_token_ids", .kind = BD_FIELD_REFUSED},
     {.name = "bad_words", .kind = BD_FIELD_REFUSED},

@@ -46,7 +46,7 @@ typedef struct bd_completion_request {
     bd_text model;                        /* data NULL: not sent */
     bd_prompt_input *prompts;
     uint32_t prompt_count;
-    bool max_tokens_sent, seed_sent, best_of_sent;
+    bool max_tokens_sent, seed_sent, best_of_sent, priority_sent;
     int64_t max_tokens, n, best_of, logprobs, prompt_logprobs; /* logprobs: -1 none */
     int64_t top_k, min_tokens, priority, seed;
     double temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty;

@@ -93,7 +93,7 @@ def shared(home):
     """Three tenants without limits: some variants and the base, all, and one variant without the base."""
     from conftest import start_server
 
-    path = write(home / "shared.json", tenant("alpha", [BASE, C], weight=2), tenant("beta"), tenant("gamma", [SQL], priority_min=-5))
+    path = write(home / "shared.json", tenant("alpha", [BASE, C], weight=2), tenant("beta"), tenant("gamma", [SQL], priority_min=-5), tenant("delta", priority_min=2))
     running = start_server("--tenants", str(path))
     yield running
     assert running.stop() == 0, "\n".join(running.lines[-40:])
@@ -192,6 +192,8 @@ def test_priority_is_granted(shared):
     assert "0" in message
     assert ask(shared, "alpha", priority=3).status_code == 200 and ask(shared, "gamma", priority=-5, model=SQL).status_code == 200
     error_of(ask(shared, "gamma", priority=-6, model=SQL), 400, "integer_below_min_value", "priority")
+    assert ask(shared, "delta").status_code == 200 and ask(shared, "delta", priority=2).status_code == 200  # who asks for none gets what there is
+    error_of(ask(shared, "delta", priority=0), 400, "integer_below_min_value", "priority")
 
 
 # ---- What one tenant does is not seen by another ----
@@ -249,10 +251,10 @@ def test_metrics_public(launch, home):
 
 def test_admin_list(shared):
     answer = requests.get(shared.admin_url + "/admin/tenants", timeout=20)
-    alpha, beta, gamma = answer.json()["tenants"]
-    assert (alpha["name"], beta["name"], gamma["name"]) == ("alpha", "beta", "gamma") and len({alpha["id"], beta["id"], gamma["id"]}) == 3
+    alpha, beta, gamma, delta = listed = answer.json()["tenants"]
+    assert [one["name"] for one in listed] == ["alpha", "beta", "gamma", "delta"] and len({one["id"] for one in listed}) == 4
     assert alpha["weight"] == 2 and alpha["variants"] == sorted([BASE, C]) and beta["variants"] == "*" and alpha["keys"] == 1
-    assert alpha["requests_per_minute"] is None and alpha["tokens_left"] is None and alpha["max_concurrent"] is None and gamma["priority_min"] == -5
+    assert alpha["requests_per_minute"] is None and alpha["tokens_left"] is None and alpha["max_concurrent"] is None and gamma["priority_min"] == -5 and delta["priority_min"] == 2
     no_secrets(answer.text)
     error_of(requests.get(shared.url + "/admin/tenants", timeout=20), 404, "unknown_url")
 

@@ -282,12 +282,15 @@ static void test_environment(void **state) {
     bd_invocation inv;
     bd_error err;
     setenv("BITDELTA_API_KEY", "from-env", 1);
-    setenv("BITDELTA_ADMIN_KEY", "", 1);
+    setenv("BITDELTA_LOG", "", 1); /* set but empty counts as not set */
+    parse_ok(&inv, "serve --base x");
+    assert_int_equal(inv.serve.log_level, BD_LOG_INFO);
+    bd_invocation_deinit(&inv);
     setenv("BITDELTA_LOG", "warn", 1);
     parse_ok(&inv, "serve --base x");
     assert_int_equal(inv.serve.api_keys.count, 1);
     assert_string_equal(inv.serve.api_keys.items[0], "from-env");
-    assert_null(inv.serve.admin_key); /* set but empty counts as not set */
+    assert_null(inv.serve.admin_key);
     assert_int_equal(inv.serve.log_level, BD_LOG_WARN);
     bd_invocation_deinit(&inv);
     parse_ok(&inv, "serve --base x --api-key a --api-key b --log-level error");
@@ -303,6 +306,14 @@ static void test_environment(void **state) {
     assert_string_equal(err.subject, "BITDELTA_LOG");
     assert_false(inv.wrong_usage); /* the environment is at fault: exit status 1 */
     clear_environment();
+    /* An empty key does not open the server. */
+    const char *const keys[] = {"BITDELTA_API_KEY", "BITDELTA_ADMIN_KEY"};
+    for (size_t i = 0; i < 2; i++) {
+        setenv(keys[i], "", 1);
+        assert_int_equal(parse(&inv, "serve --base x", &err), BD_E_ARGUMENT);
+        assert_string_equal(err.subject, keys[i]);
+        clear_environment();
+    }
 }
 
 static void test_help(void **state) {

@@ -151,8 +151,10 @@ bd_status cuda_plan(const bd_backend_options *o, bd_memory_plan *plan, bd_error 
     plan->deltas = o->delta_bytes;
     plan->total = plan->weights + plan->workspace + plan->logits + plan->kv + plan->deltas;
     size_t available = 0, all = 0;
-    plan->available =
-        o->device_bytes > CUDA_CONTEXT_BYTES ? o->device_bytes - CUDA_CONTEXT_BYTES : 0;
+    /* Nothing left is not the 0 of "unknown". */
+    plan->available = o->device_bytes > CUDA_CONTEXT_BYTES ? o->device_bytes - CUDA_CONTEXT_BYTES
+                      : o->device_bytes                    ? 1
+                                                           : 0;
     if (o->device_bytes) return BD_OK;
     if (cudaSetDevice((int)o->device_index) == cudaSuccess &&
         cudaMemGetInfo(&available, &all) == cudaSuccess)
