@@ -122,12 +122,13 @@ static void histories_create(fixture *f, history h[SEQS]) {
     free(shuffled);
 }
 
-/* Rows of random length for some of the sequences, in random order. */
+/* Rows of random length for some of the sequences. One that is full begins anew in its blocks, as
+ * the next owner of freed blocks would. */
 static void plan_step(fixture *f, built_step *b, history h[SEQS], uint32_t seq_of[SEQS]) {
     for (uint32_t s = 0; s < SEQS; s++) {
         if (s > 0 && pick(&f->rng, 0, 3) == 0) continue;
-        uint32_t rows = pick(&f->rng, 0, 1) ? 1 : pick(&f->rng, 1, STEP_ROWS / SEQS);
-        if (rows > TOKENS_MAX - h[s].tokens) rows = 1;
+        const uint32_t rows = pick(&f->rng, 0, 1) ? 1 : pick(&f->rng, 1, STEP_ROWS / SEQS);
+        if (rows > TOKENS_MAX - h[s].tokens) h[s].tokens = 0;
         const uint32_t index = step_add(f, b, h[s].overlay, h[s].tokens, rows);
         seq_of[index] = s;
         memcpy(b->blocks[index], h[s].blocks, sizeof h[s].blocks);
