@@ -1,48 +1,148 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, on a machine that has one: tests, sanitizers, the goldens, benchmarks.
-#   bench/gpu.sh [BUILD] [OUT]    BUILD: a build with BD_CUDA=on and BD_BENCH=on (default build); OUT: default bench/results/gpu-<name>
-# Every result names its command, the GPU, the driver and the commit. Exit status 1 if a test failed.
+# Everything that needs a GPU, on a machine that has one, in stages that each run alone.
+#
+#   bench/gpu.sh [STAGE...]       no stage: all of them, in this order
+#   bench/gpu.sh pack FILE        strips what the stages run and packs it, for a machine that builds nothing
+#   bench/gpu.sh unpack FILE      there: into $BUILD
+#
+#   stage       minutes  what
+#   tests          4     every tests/gpu program: kernels against float64, models, attention, sampling
+#   sanitizers     5     memcheck and racecheck over the small cases of the same
+#   choices        6     every choice of kernel for the linears of Llama-3.1-8B, beside what is chosen now and cuBLASLt
+#   linear         5     the linears as they are chosen, all shapes and rows
+#   model          4     whole steps of a model of 8B size, bf16 and fp16
+#   serving        4     a server over the demo models: time to first token, between tokens, of a cold variant
+#   goldens        3     the goldens of transformers, bf16 and fp16
+#   attention      3     attention beside PyTorch's
+#   ncu            2     bytes a kernel moves, where the profiler may read the counters
+#
+# Environment: BUILD (default build; a build with BD_CUDA=on and BD_BENCH=on), OUT (default bench/results/gpu-<name>), COMMIT
+# (default git's). A stage writes OUT/<stage>.txt, or .csv with the full figures, and at the end one summary is printed, short enough
+# for a terminal that keeps little. Files name the command, the GPU, the driver and the commit. Exit status 1 if anything failed.
+#
+# On a machine with prebuilt binaries, where a command may take ten minutes:
+#   where it is built:  cmake -G Ninja -S . -B build -DBD_CUDA=on -DBD_BENCH=ON -DCMAKE_CUDA_ARCHITECTURES=90a-real
+#                       ninja -C build && bench/gpu.sh pack build/gpu.tar.xz
+#   1.  bench/gpu.sh unpack gpu.tar.xz && bench/gpu.sh tests sanitizers
+#   2.  bench/gpu.sh choices ncu
+#   3.  bench/gpu.sh model serving
+#   4.  bench/gpu.sh linear goldens attention, for tables to be kept
 set -u
 cd "$(dirname "$0")/.." || exit 1
-build=${1:-build}
-name=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -1 | tr ' ' '-') || { echo "no GPU answers" >&2; exit 1; }
-out=${2:-bench/results/gpu-$name}
+build=${BUILD:-build}
+stages=(tests sanitizers choices linear model serving goldens attention ncu)
+programs=(bitdelta bench_gpu_linear bench_gpu_model bench_gpu_attention)
+
+if [[ ${1:-} == pack ]]; then
+    folder=$(mktemp -d) && mkdir "$folder/tests" || exit 1
+    for program in "${programs[@]}" $(cd "$build" && ls tests/test_gpu_* | grep -v '\.'); do
+        strip -o "$folder/$program" "$build/$program" || exit 1
+    done
+    git rev-parse --short HEAD >"$folder/commit"
+    XZ_OPT='-6 --lzma2=dict=64MiB' tar -C "$folder" -cJf "${2:?FILE}" . && ls -l "$2"
+    rm -r "$folder"
+    exit
+elif [[ ${1:-} == unpack ]]; then
+    mkdir -p "$build" && tar -C "$build" -xJf "${2:?FILE}"
+    exit
+fi
+
+gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -1) || { echo "no GPU answers" >&2; exit 1; }
+name=${gpu%%,*}
+out=${OUT:-bench/results/gpu-${name// /-}}
 mkdir -p "$out" || exit 1
+commit=${COMMIT:-$(cat "$build/commit" 2>/dev/null || git rev-parse --short HEAD 2>/dev/null || echo unknown)}
 failed=0
+summary=()
 
-head_lines() { # COMMAND...
-    echo "# $*"
-    echo "# $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -1), commit ${BD_COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}, $(date -u +%F)"
+say() { summary+=("$1"); }
+head_lines() { printf '# %s\n# one %s, commit %s, %s\n' "$*" "$gpu" "$commit" "$(date -u +%F)"; }
+# keep FILE SECONDS COMMAND...: its output, with a head, at the end of OUT/FILE; of a .csv without what goes to stderr, which goes to
+# OUT/FILE's .log. Says how it ended.
+keep() {
+    local file=$out/$1 limit=$2 log=/dev/stdout begin=$SECONDS status
+    shift 2
+    [[ $file == *.csv ]] && log=${file%.csv}.log
+    { head_lines "$@"; timeout "$limit" "$@" 2>>"$log"; } >>"$file"
+    status=$?
+    if ((status == 0)); then
+        say "  ok      $((SECONDS - begin)) s  $(short "$@")"
+    elif ((status == 77)); then
+        say "  skipped $(short "$@")"
+    else
+        failed=1
+        say "  FAILED  ($status) $((SECONDS - begin)) s  $(short "$@")"
+        while read -r line; do say "      $line"; done < <(tail -n 400 "$file" | grep -aE 'ERROR|error|FAILED|fault' | cut -c1-300 | tail -n 12)
+    fi
+    return $status
 }
-keep() { # FILE COMMAND...: output to the file and the terminal; of a .csv without what goes to stderr
-    local file=$out/$1 log=/dev/stdout; shift
-    [[ $file == *.csv ]] && log=/dev/stderr
-    { head_lines "$@"; "$@" 2>$log; } | tee "$file"
-    local status=${PIPESTATUS[0]}
-    return "$status"
-}
-try() { keep "$@" || { echo "FAILED: ${*:2}"; failed=1; }; }
+short() { local text=$*; text=${text//$build\//}; echo "${text:0:140}"; }
+find_sanitizer() { command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null; }
 
-for test in "$build"/tests/test_gpu_*; do
-    try "$(basename "$test").txt" timeout 300 "$test"
-done
-if sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null); then
-    for tool in memcheck racecheck; do
-        for what in attention sampling; do
-            try "$tool-$what.txt" timeout 500 "$sanitizer" --tool $tool --error-exitcode 9 "$build/tests/test_gpu_$what" 1
+stage_tests() {
+    local test
+    for test in "$build"/tests/test_gpu_*; do
+        [[ -x $test && $test != *.* ]] && keep tests.txt 150 "$test"
+    done
+}
+stage_sanitizers() {
+    local tool what sanitizer
+    sanitizer=$(find_sanitizer) || { say "  skipped: compute-sanitizer is not here"; return; }
+    export BD_GPU_SMALL=1
+    for what in fast sampling attention; do
+        for tool in memcheck racecheck; do
+            keep sanitizers.txt 100 "$sanitizer" --tool $tool --error-exitcode 9 "$build/tests/test_gpu_$what" 1
         done
     done
-fi
-for dtype in bf16 fp16; do
-    try "goldens-$dtype.txt" python3 tests/gpu/check_goldens.py "$build/bitdelta" --dtype $dtype
+    unset BD_GPU_SMALL
+}
+stage_choices() {
+    BENCH_CHOICES=1 keep choices.csv 345 "$build/bench_gpu_linear" 3 8B 1,8,12,16,24,32,64,128,256,512,1024 1,2,8,14
+    while read -r line; do say "    $line"; done < <(grep -a ': base' "$out/choices.log" | cut -c1-200)
+}
+stage_linear() { keep linear.csv 300 "$build/bench_gpu_linear" 5 && layers linear.csv; }
+layers() { # CSV: its lines "layer", shortened
+    while read -r line; do say "    $line"; done < <(awk -F, '$2 == "layer" { printf "%s rows %s variants %s: %s us, ratio %s (bound %s)\n", $1, $3, $4, $6, $7, $8 }' "$out/$1" | head -n 60)
+}
+stage_model() {
+    local dtype
+    for dtype in bf16 fp16; do keep model.csv 120 "$build/bench_gpu_model" 8b $dtype; done
+    while read -r line; do say "    $line"; done < <(grep -a '8b,' "$out/model.csv" | cut -c1-120 | head -n 50)
+}
+stage_serving() {
+    keep serving.txt 240 python3 bench/gpu_serving.py "$build/bitdelta"
+    while read -r line; do say "    $line"; done < <(grep -av '^#' "$out/serving.txt" | cut -c1-160 | tail -n 24)
+}
+stage_goldens() {
+    local dtype
+    for dtype in bf16 fp16; do
+        keep goldens.txt 180 python3 tests/gpu/check_goldens.py "$build/bitdelta" --dtype $dtype
+        say "    $(tail -n 1 "$out/goldens.txt")"
+    done
+}
+stage_attention() {
+    if python3 -c 'import torch' 2>/dev/null; then
+        keep attention.txt 180 python3 bench/gpu_attention.py "$build/bench_gpu_attention" "$out/attention.csv"
+    else
+        keep attention.txt 180 "$build/bench_gpu_attention"
+    fi
+}
+stage_ncu() {
+    local ncu
+    ncu=$(command -v ncu || ls /usr/local/cuda/bin/ncu 2>/dev/null) || { say "  skipped: ncu is not here"; return; }
+    keep ncu.txt 110 "$ncu" --clock-control none --csv -k regex:decode\|prefill\|mixed --launch-skip 20 --launch-count 24 \
+        --metrics dram__bytes_read.sum,dram__bytes_write.sum,gpu__time_duration.sum,sm__throughput.avg.pct_of_peak_sustained_elapsed \
+        "$build/bench_gpu_linear" 1 8B 16,64,512 1,8
+    while read -r line; do say "    $line"; done < <(grep -a dram__bytes_read "$out/ncu.txt" | cut -c1-150 | head -n 12)
+}
+
+(($#)) || set -- "${stages[@]}"
+for stage; do
+    declare -F "stage_$stage" >/dev/null || { echo "no such stage: $stage (there are: ${stages[*]})" >&2; exit 2; }
 done
-if python3 -c 'import torch' 2>/dev/null; then
-    try attention.txt python3 bench/gpu_attention.py "$build/bench_gpu_attention" "$out/attention.csv"
-else
-    try attention.txt "$build/bench_gpu_attention"
-fi
-for model in small 8b; do
-    for dtype in bf16 fp16; do try "model-$model-$dtype.csv" "$build/bench_gpu_model" $model $dtype; done
+for stage; do
+    say "$stage"
+    "stage_$stage"
 done
-[ -x "$build/bench_gpu_linear" ] && try linear.csv "$build/bench_gpu_linear"
+printf '%s\n' "${summary[@]}" | head -c 11000
 exit $failed
