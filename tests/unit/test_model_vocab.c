@@ -1,8 +1,9 @@
 /* test_model_vocab.c - what fine-tunes do to the vocabulary, each of fresh random data, against a
  * float64 forward pass (model_reference.h): rows added to it, embedding and head in full, a head of
- * its own over a tied base, and fewer rows than the base; all in one batch with the base. And each
- * contradiction refused by name. */
+ * its own over a tied base, and fewer rows than the base; all in one batch with the base, on one
+ * rank and split over several. And each contradiction refused by name. */
 #include "model_reference.h"
+#include "tp_support.h"
 
 enum { PROMPTS = 2, KINDS = 5, WINDOW = 64 };
 static const double logits_l2_max = 1e-5;
@@ -25,10 +26,12 @@ static void arch_path(char *out, size_t out_bytes, const char *arch) {
     snprintf(out, out_bytes, "tests/data/arch/%s", arch);
 }
 
-static bd_model *open_model(const char *path, uint32_t extra_vocab_max, const bd_backend_ops *ops) {
+static bd_model *open_model(const char *path, uint32_t ranks, uint32_t extra_vocab_max,
+                            const bd_backend_ops *ops) {
     bd_error err = {0};
     bd_model *model;
     bd_model_options options = ms_options(path);
+    options.rank_count = ranks;
     options.kv_tokens = 1024;
     options.delta_pages = 200;
     options.extra_vocab_max = extra_vocab_max;
@@ -54,7 +57,9 @@ static void write_vocab(const char *dir, const char *arch, uint32_t vocab) {
 
 typedef struct subject { /* one variant of the batch */
     mr_model reference;
-    ms_variant variant;
+    ms_variant variant; /* on one rank */
+    tp_variant parts;   /* on several */
+    const bd_overlay *overlay;
     char dir[256];
     uint32_t vocab;
     int32_t ids[WINDOW];
@@ -80,6 +85,28 @@ static void make_subject(subject *s, const char *path, const char *arch, const k
     }
 }
 
+/* Into the pages from `page` on; returns how many it takes. */
+static uint32_t load_subject(subject *s, bd_model *model, uint32_t page, uint64_t step_bytes) {
+    if (bd_model_rank_count(model) > 1) {
+        const uint32_t pages = tp_variant_open(model, s->dir, page, &s->parts);
+        s->overlay = s->parts.overlay;
+        return pages;
+    }
+    const uint32_t pages = ms_variant_open(model, s->dir, page, step_bytes, &s->variant);
+    assert_int_equal(pages, bd_overlay_pages_of(bd_model_config_of(model), bd_model_ops(model),
+                                                &s->variant.delta));
+    s->overlay = s->variant.overlay;
+    return pages;
+}
+
+static void unload_subject(subject *s, uint32_t ranks) {
+    if (ranks > 1)
+        tp_variant_close(&s->parts);
+    else
+        ms_variant_close(&s->variant);
+    mr_remove_delta(s->dir);
+}
+
 static void check_run(subject *s, const ms_run *run, uint32_t width, const char *what) {
     const uint32_t base_vocab = s->reference.config.vocab;
     double *want = mr_logits(&s->reference, run->prompt, run->prompt_count);
@@ -88,15 +115,18 @@ static void check_run(subject *s, const ms_run *run, uint32_t width, const char 
                   run->prompt_count, l2);
     if (!(l2 <= logits_l2_max)) fail_msg("%s: logits are off by %g", what, l2);
     uint32_t best = 0;
+    double sum = 0;
     for (uint32_t i = 0; i < width; i++) {
         if (i >= s->vocab) assert_true(isinf(run->logits[i]) && run->logits[i] < 0);
+        if (i < s->vocab) sum += exp(want[i]);
         if (run->logits[i] > run->logits[best]) best = i;
     }
     assert_int_equal(run->ids[0], best);
+    assert_true(fabs((double)run->results[0].logprob - (want[best] - log(sum))) < 1e-4);
     free(want);
 }
 
-static void check_arch(const char *arch, uint64_t *random) {
+static void check_arch(const char *arch, uint32_t ranks, uint64_t *random) {
     char path[600];
     bd_error err = {0};
     subject *subjects = calloc(KINDS + 1, sizeof *subjects);
@@ -104,27 +134,22 @@ static void check_arch(const char *arch, uint64_t *random) {
     uint32_t page = 0;
     assert_non_null(subjects);
     arch_path(path, sizeof path, arch);
-    bd_model *model = open_model(path, BD_EXTRA_VOCAB_MAX, NULL);
+    bd_model *model = open_model(path, ranks, BD_EXTRA_VOCAB_MAX, NULL);
     const uint32_t width = bd_model_logits_width(model);
     assert_int_equal(width, bd_model_config_of(model)->vocab + 256);
-    print_message("%s\n", arch);
+    print_message("%s, ranks: %u\n", arch, ranks);
     for (uint32_t i = 0; i <= KINDS; i++) { /* the base in between */
         subject *s = &subjects[i];
         const kind *k = i < 2 ? &kinds[i] : i == 2 ? NULL : &kinds[i - 1];
         make_subject(s, path, arch, k, random);
         const uint64_t step_bytes = i % 2 ? 0 : 1 + support_random(random) % 997;
-        if (k) {
-            const uint32_t pages = ms_variant_open(model, s->dir, page, step_bytes, &s->variant);
-            assert_int_equal(pages, bd_overlay_pages_of(bd_model_config_of(model),
-                                                        bd_model_ops(model), &s->variant.delta));
-            page += pages;
-        }
+        if (k) page += load_subject(s, model, page, step_bytes);
         for (uint32_t p = 0; p < PROMPTS; p++) {
             ms_run *run = &runs[i * PROMPTS + p];
             *run = (ms_run){.prompt = s->ids,
                             .prompt_count = prompt_tokens[p],
                             .new_count = 1,
-                            .overlay = s->variant.overlay,
+                            .overlay = s->overlay,
                             .logits = calloc(width, sizeof(float))};
             assert_non_null(run->logits);
         }
@@ -133,17 +158,15 @@ static void check_arch(const char *arch, uint64_t *random) {
     for (uint32_t i = 0; i <= KINDS; i++) {
         subject *s = &subjects[i];
         const bool base = i == 2;
-        if (!base)
-            MS_OK(bd_delta_open_shard(&s->variant.delta, 0, true, &s->reference.delta, &err), err);
+        const bd_delta *delta = ranks > 1 ? &s->parts.delta : &s->variant.delta;
+        if (!base) MS_OK(bd_delta_open_shard(delta, 0, true, &s->reference.delta, &err), err);
         for (uint32_t p = 0; p < PROMPTS; p++) {
             ms_run *run = &runs[i * PROMPTS + p];
             check_run(s, run, width, base ? "the base" : kinds[i < 2 ? i : i - 1].what);
             free(run->logits);
         }
         mr_close(&s->reference);
-        if (base) continue;
-        ms_variant_close(&s->variant);
-        mr_remove_delta(s->dir);
+        if (!base) unload_subject(s, ranks);
     }
     bd_model_close(model);
     free(subjects);
@@ -154,7 +177,20 @@ static void vocabularies_match_float64(void **state) {
     uint64_t random = support_seed();
     (void)state;
     for (size_t i = 0; i < sizeof archs / sizeof archs[0]; i++)
-        check_arch(archs[i], &random);
+        check_arch(archs[i], 1, &random);
+}
+
+/* Also where the last ranks have nothing of a smaller vocabulary, or of the base's the last few. */
+static void split_vocabularies_match_float64(void **state) {
+    static const struct {
+        const char *arch;
+        uint32_t ranks;
+    } cases[] = {{"qwen2", 2},    {"gemma2", 2},   {"qwen3", 4},   {"gemma2", 4},
+                 {"tp-qwen2", 4}, {"tp-llama", 2}, {"tp-llama", 8}};
+    uint64_t random = support_seed();
+    (void)state;
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
+        check_arch(cases[i].arch, cases[i].ranks, &random);
 }
 
 /* Makes a delta of this kind and expects planning, creating or feeding it to fail with `told` in
@@ -171,7 +207,7 @@ static void expect_refused(const kind *k, const mr_fault *fault, uint32_t room,
     reference.extra_rows = k->extra_max;
     reference.full_tables = k->full;
     if (k->own_head && reference.config.tied) mr_add_head(&reference);
-    bd_model *model = open_model(path, room, ops);
+    bd_model *model = open_model(path, 1, room, ops);
     mr_make_delta(&reference, &random, k->planes, fault, dir);
     const uint32_t vocab = reference.config.vocab + reference.extra_rows;
     if (k->vocab_change != INT32_MAX)
@@ -240,6 +276,7 @@ static void backends_that_cannot_say_so(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(vocabularies_match_float64),
+        cmocka_unit_test(split_vocabularies_match_float64),
         cmocka_unit_test(contradictions_are_refused),
         cmocka_unit_test(values_that_are_not_finite_are_named),
         cmocka_unit_test(backends_that_cannot_say_so),
