@@ -4,8 +4,12 @@
     cmake -S . -B build-bench -DBD_BENCH=ON -DBD_CUDA=off && cmake --build build-bench --target bench_http_front bench_minimal_mhd
     python3 bench/http_front.py build-bench > bench/results/http_front.txt
 
-CPU time is that of all threads of the server's process, as the kernel counts it; the client's is not in it. Each figure is the
-median of ROUNDS runs, in which the two servers take turns."""
+CPU time is that of all threads of the server's process, as the kernel counts it; the client's is not in it, accepting the
+connections is. Both servers get the same requests over the same kept connections, send the same headers and (but for ids, times and
+the first and last event of a stream) the same bytes, run LOOPS threads that poll with epoll and log no requests. The server also has
+bd-sched, through which every request and every token goes; the minimal program answers requests in the handler itself and has
+a thread that keeps time for its streams. Each figure is the median of ROUNDS runs; the two servers take turns, and who begins changes
+with each round."""
 
 import os
 import platform
@@ -22,7 +26,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = Path(sys.argv[1]).resolve()
-ROUNDS = int(os.environ.get("ROUNDS", "3"))
+ROUNDS = int(os.environ.get("ROUNDS", "5"))
+LOOPS = os.environ.get("LOOPS", "1")
 # connections: requests of each in the run of whole answers; tokens of each stream and microseconds between them
 LOADS = {1: (3000, 1000, 2000), 100: (60, 100, 20_000), 2000: (5, 20, 400_000)}
 
@@ -44,7 +49,7 @@ def start_ours(step_us):
     environment = os.environ | {"BD_FAKE_STEP_US": str(step_us)}
     process = subprocess.Popen([BUILD / "bench_http_front", "serve", "--base", "demo/zen-mini", "--listen", "127.0.0.1:0", "--admin", "none",
                                 "--backend", "cpu", "--max-seqs", "4096", "--max-batch-tokens", "4096", "--max-queue", "8192", "--kv-tokens", "4096",
-                                "--max-connections", "8192"],
+                                "--max-connections", "8192", "--http-threads", LOOPS],
                                cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
     port = None
     for line in process.stderr:
@@ -56,7 +61,7 @@ def start_ours(step_us):
 
 
 def start_minimal(files, tokens, step_us):
-    process = subprocess.Popen([BUILD / "bench_minimal_mhd", *files, str(tokens), str(step_us)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([BUILD / "bench_minimal_mhd", *files, str(tokens), str(step_us), LOOPS], stdout=subprocess.PIPE, text=True)
     return process, int(process.stdout.readline())
 
 
@@ -101,7 +106,7 @@ def measure(process, port, connections, each, data, end, units):
 
 
 def capture(port, stream, tokens):
-    """The bytes of one answer's payload: the reply, or an event and the last one."""
+    """The bytes of one answer's payload: the reply, or an event from the middle of a stream."""
     with socket.create_connection(("127.0.0.1", port)) as raw:
         raw.sendall(request(stream, tokens))
         data = b""
@@ -109,7 +114,7 @@ def capture(port, stream, tokens):
             data += raw.recv(65536)
     head, body = data.split(b"\r\n\r\n", 1)
     assert head.startswith(b"HTTP/1.1 200"), data
-    return body.split(b"\r\n")[1:4:2] if stream else body
+    return body.split(b"\r\n")[3] if stream else body
 
 
 def main():
@@ -117,7 +122,7 @@ def main():
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 10_000), hard))
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    print("command: python3 bench/http_front.py BUILD")
+    print(f"command: ROUNDS={ROUNDS} LOOPS={LOOPS} python3 bench/http_front.py BUILD")
     print(f"machine: {model.group(1) if model else platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}, client on the same cores")
     print(f"commit: {commit}, {time.strftime('%Y-%m-%d')}")
     print(f"CPU microseconds, median of {ROUNDS} (least .. most)\n")
@@ -127,9 +132,7 @@ def main():
         files = [Path(scratch) / name for name in ("reply", "event", "done")]
         ours, port = start_ours(0)
         files[0].write_bytes(capture(port, False, 1))
-        event, _ = capture(port, True, 4)
-        # An event ends in two newlines that are part of the chunk.
-        files[1].write_bytes(event)
+        files[1].write_bytes(capture(port, True, 4))
         files[2].write_bytes(b"data: [DONE]\n\n")
         ours.terminate()
         ours.wait()
@@ -139,10 +142,11 @@ def main():
                 data, end = request(stream, tokens if stream else 1), b"0\r\n\r\n" if stream else files[0].read_bytes()[-20:]
                 count, units = (1, connections * tokens) if stream else (each, connections * each)
                 results, got = {"ours": [], "minimal": []}, {}
-                for _ in range(ROUNDS):
-                    for name, begin in (("ours", lambda: start_ours(step_us if stream else 0)),
-                                        ("minimal", lambda: start_minimal(files, tokens, step_us))):
-                        process, port = begin()
+                begin = {"ours": lambda: start_ours(step_us if stream else 0),
+                         "minimal": lambda: start_minimal(files, tokens, step_us if stream else 0)}
+                for n in range(ROUNDS):
+                    for name in list(begin)[::-1 if n % 2 else 1]:
+                        process, port = begin[name]()
                         value, got[name] = measure(process, port, connections, count, data, end, units)
                         results[name].append(value)
                         process.terminate()

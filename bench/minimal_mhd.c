@@ -1,8 +1,8 @@
 /* minimal_mhd.c - the least program over libmicrohttpd that sends given bytes, to compare the
  * server's own cost with: no JSON, no tokens, no limits. A body with "stream":true gets EVENT
  * TOKENS times, one each STEP_US microseconds, then DONE; any other gets REPLY at once.
- *   bench_minimal_mhd REPLY_FILE EVENT_FILE DONE_FILE TOKENS STEP_US    prints its port
- * Threads: the library's two, and main, which keeps time. */
+ *   bench_minimal_mhd REPLY_FILE EVENT_FILE DONE_FILE TOKENS STEP_US LOOPS    prints its port
+ * Threads: LOOPS of the library's, and main, which keeps time (STEP_US 0: it sleeps). */
 #include <errno.h>
 #include <microhttpd.h>
 #include <netinet/in.h>
@@ -12,6 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 enum { FILE_BYTES_MAX = 1 << 16, STREAMS_MAX = 1 << 16 };
 
@@ -148,23 +149,27 @@ static void tick(void) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 6 || !read_text(argv[1], &reply) || !read_text(argv[2], &event) ||
+    if (argc != 7 || !read_text(argv[1], &reply) || !read_text(argv[2], &event) ||
         !read_text(argv[3], &done)) {
-        fprintf(stderr, "usage: %s REPLY_FILE EVENT_FILE DONE_FILE TOKENS STEP_US\n", argv[0]);
+        fprintf(stderr, "usage: %s REPLY_FILE EVENT_FILE DONE_FILE TOKENS STEP_US LOOPS\n",
+                argv[0]);
         return 2;
     }
     tokens = (unsigned)strtoul(argv[4], NULL, 10);
     long step_us = strtol(argv[5], NULL, 10);
+    unsigned loops = (unsigned)strtoul(argv[6], NULL, 10);
     struct sockaddr_in loopback = {.sin_family = AF_INET,
                                    .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-    struct MHD_Daemon *daemon =
-        MHD_start_daemon(MHD_USE_EPOLL_INTERNAL_THREAD | MHD_ALLOW_SUSPEND_RESUME, 0, NULL, NULL,
-                         handle, NULL, MHD_OPTION_SOCK_ADDR, (struct sockaddr *)&loopback,
-                         MHD_OPTION_THREAD_POOL_SIZE, 2u, MHD_OPTION_CONNECTION_LIMIT, 8192u,
-                         MHD_OPTION_NOTIFY_COMPLETED, completed, NULL, MHD_OPTION_END);
+    struct MHD_Daemon *daemon = MHD_start_daemon(
+        MHD_USE_EPOLL_INTERNAL_THREAD | MHD_ALLOW_SUSPEND_RESUME, 0, NULL, NULL, handle, NULL,
+        MHD_OPTION_SOCK_ADDR, (struct sockaddr *)&loopback, MHD_OPTION_CONNECTION_LIMIT, 8192u,
+        MHD_OPTION_NOTIFY_COMPLETED, completed, NULL,
+        loops > 1 ? MHD_OPTION_THREAD_POOL_SIZE : MHD_OPTION_END, loops, MHD_OPTION_END);
     if (!daemon) return 1;
     printf("%u\n", (unsigned)MHD_get_daemon_info(daemon, MHD_DAEMON_INFO_BIND_PORT)->port);
     fflush(stdout);
+    while (step_us == 0)
+        pause();
     struct timespec next;
     clock_gettime(CLOCK_MONOTONIC, &next);
     for (;;) {
