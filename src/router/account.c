@@ -13,15 +13,15 @@ static bd_router_account *account_of_payer(bd_payer *payer) {
 }
 
 static bd_router_account *make_account(bd_router *router, const bd_tenant *tenant) {
-    const uint32_t id = bd_tenant_id(tenant);
+    const double weight = bd_tenant_weight(tenant);
     bd_router_account *account = calloc(1, sizeof *account);
     if (!account) return NULL;
-    if (bd_fair_add(router->fair, &account->flow, id, bd_tenant_weight(tenant), NULL) != BD_OK) {
+    if (bd_fair_add(router->fair, &account->flow, bd_tenant_id(tenant), weight, NULL) != BD_OK) {
         free(account);
         return NULL;
     }
     if (tenant) memcpy(account->name, tenant->name, sizeof account->name);
-    if (bd_map_put(router->accounts, &id, sizeof id, account) != BD_OK) {
+    if (bd_map_put(router->accounts, account->name, strlen(account->name), account) != BD_OK) {
         bd_fair_remove(router->fair, &account->flow);
         free(account);
         return NULL;
@@ -34,10 +34,12 @@ static bd_router_account *make_account(bd_router *router, const bd_tenant *tenan
     return account;
 }
 
-/* The account of a job's tenant, with the weight that it has now; NULL: out of memory. */
+/* The account of a job's tenant, with the weight that it has now; NULL: out of memory. One that
+ * left the file and came back has the account of before: its series go on, and what it was served
+ * is not forgotten. */
 static bd_router_account *account_for(bd_router *router, const bd_tenant *tenant) {
-    const uint32_t id = bd_tenant_id(tenant);
-    bd_router_account *account = bd_map_get(router->accounts, &id, sizeof id);
+    const char *name = tenant ? tenant->name : "";
+    bd_router_account *account = bd_map_get(router->accounts, name, strlen(name));
     if (!account) return make_account(router, tenant);
     const double weight = bd_tenant_weight(tenant);
     if (account->flow.weight < weight || weight < account->flow.weight)

@@ -159,7 +159,7 @@ struct bd_router {
     uint32_t loads_asking;
     bd_router_queue *active_first, *active_last;
     bd_fair *fair;
-    bd_map *accounts;              /* by id of the tenant */
+    bd_map *accounts;              /* by name of the tenant; "": everyone without tenants */
     bd_map *lines;                 /* by queue and account */
     pthread_mutex_t accounts_lock; /* for the list's sake: metrics walk it */
     bd_router_account *accounts_first;

@@ -497,6 +497,22 @@ def test_reload(launch, home):
     no_secrets("\n".join(server.lines))
 
 
+def test_left_and_back(launch, home):
+    """A name that leaves the file and comes back is a new tenant, but its series are not there twice."""
+    path = home / "back.json"
+    server = launch("--tenants", str(write(path, tenant("alpha", requests_per_minute=1), tenant("beta"))))
+    assert ask(server, "alpha").status_code == 200 and ask(server, "alpha").status_code == 429
+    write(path, tenant("beta"))
+    assert reload(server).json()["removed"] == 1 and ask(server, "alpha").content == WRONG_KEY
+    write(path, tenant("beta"), tenant("alpha", requests_per_minute=1))
+    assert reload(server).json()["added"] == 1
+    assert ask(server, "alpha").status_code == 200 and ask(server, "alpha").status_code == 429
+    seen = [line.rsplit(" ", 1)[0] for line in admin_metrics(server).splitlines() if not line.startswith("#")]
+    assert len(seen) == len(set(seen)), [series for series in seen if seen.count(series) > 1]
+    served = samples(admin_metrics(server), "bitdelta_tenant_service_tokens_total", tenant="alpha")
+    assert list(served.values()) == [2 * (len(IDS) + 2)]  # each IDS and one token, which counts 2
+
+
 def test_reload_under_load(launch, home):
     """Sixty reloads while four clients work: no request fails that one file or the other allows."""
     path = home / "busy.json"

@@ -42,8 +42,8 @@ typedef struct request {
 
 /* NULL: nothing of that tenant was submitted yet. */
 static const bd_fair_flow *flow_of(const world *w, uint32_t tenant) {
-    const uint32_t id = w->tenant[tenant]->id;
-    const bd_router_account *account = bd_map_get(w->router->accounts, &id, sizeof id);
+    const char *name = w->tenant[tenant]->name;
+    const bd_router_account *account = bd_map_get(w->router->accounts, name, strlen(name));
     return account ? &account->flow : NULL;
 }
 
@@ -117,11 +117,14 @@ static void make(world *w, request *r, uint32_t served, uint32_t prompt_min, uin
 
 /* ---- The world ---- */
 
+/* A weight of 0: that tenant is not in the file. */
 static void write_tenants(const world *w, const double weights[TENANTS]) {
     FILE *file = fopen(w->path, "w");
+    const char *between = "";
     assert_non_null(file);
     fputs("{\"tenants\": [", file);
     for (uint32_t i = 0; i < TENANTS; i++) {
+        if (!(weights[i] > 0.0)) continue;
         const uint8_t key = (uint8_t)('a' + i);
         uint8_t digest[SHA256_DIGEST_SIZE];
         struct sha256_ctx hash;
@@ -130,7 +133,8 @@ static void write_tenants(const world *w, const double weights[TENANTS]) {
         sha256_digest(&hash, sizeof digest, digest);
         fprintf(file,
                 "%s{\"name\": \"t%u\", \"variants\": \"*\", \"weight\": %g, \"keys\": [\"sha256:",
-                i > 0 ? ", " : "", i, weights[i]);
+                between, i, weights[i]);
+        between = ", ";
         for (size_t k = 0; k < sizeof digest; k++)
             fprintf(file, "%02x", digest[k]);
         fputs("\"]}", file);
@@ -523,6 +527,51 @@ static void test_weights_and_metrics(void **state) {
     close_world(&w);
 }
 
+static uint32_t count_of(const char *text, const char *part) {
+    uint32_t count = 0;
+    for (const char *at = text; (at = strstr(at, part)); at++)
+        count++;
+    return count;
+}
+
+/* Who leaves the file and comes back is another tenant with other limits, but no series is there
+ * twice, and the service of before is not forgotten. */
+static void test_left_and_back(void **state) {
+    (void)state;
+    const double with[TENANTS] = {1.0, 1.0, 1.0}, without[TENANTS] = {0.0, 1.0, 1.0};
+    world w;
+    bd_error err;
+    bd_tenants_change change;
+    bd_strbuf text;
+    request requests[2];
+    open_world(&w, fake_seed(), 4, 0.0, 1, with);
+    const bd_tenant *before = w.tenant[0];
+    bd_tenant_hold(before);
+    for (uint32_t i = 0; i < 2; i++) {
+        make(&w, &requests[i], 0, 10, 10);
+        requests[i].job.params.max_new_tokens = 5;
+        submit(&requests[i], 0);
+        if (i > 0) break;
+        write_tenants(&w, without);
+        assert_int_equal(bd_tenants_reload(w.tenants, &change, &err), BD_OK);
+        assert_int_equal(change.removed, 1);
+        write_tenants(&w, with);
+        assert_int_equal(bd_tenants_reload(w.tenants, &change, &err), BD_OK);
+        assert_int_equal(change.added, 1);
+        find_tenants(&w);
+        assert_true(w.tenant[0]->id != before->id);
+    }
+    run_world(&w, 2);
+    bd_strbuf_init(&text, 0);
+    bd_router_write_fairness(w.router, &text);
+    assert_int_equal(count_of(text.data, "{tenant=\"t0\"}"), 4); /* one of each family */
+    assert_non_null(strstr(text.data, "bitdelta_tenant_service_tokens_total{tenant=\"t0\"} 40\n"));
+    assert_true(flow_of(&w, 0)->service == 2.0 * (10.0 + 2.0 * 5.0));
+    bd_strbuf_deinit(&text);
+    bd_tenant_release(before);
+    close_world(&w);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_shares),
@@ -532,6 +581,7 @@ int main(void) {
         cmocka_unit_test(test_stuck_load),
         cmocka_unit_test(test_one_for_all),
         cmocka_unit_test(test_weights_and_metrics),
+        cmocka_unit_test(test_left_and_back),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
