@@ -1,8 +1,9 @@
 /* test_tp_loads.c - cache and loaders over a model of four ranks: every variant through fewer slots
  * than there are variants, leased as early as may be, gives the logits of one rank; a file that is
- * damaged or gone fails the load on all ranks and leaves nothing behind; loads that are cancelled
- * end. */
+ * damaged or gone fails the load on all ranks and leaves nothing behind, and so does what goes
+ * wrong on any one rank alone; loads that are cancelled end. */
 #include <dirent.h>
+#include <pthread.h>
 #include <unistd.h>
 
 #include "bitdelta/base/clock.h"
@@ -23,11 +24,46 @@ typedef struct world {
     uint64_t step_id;
 } world;
 
+/* ---- The CPU backend, one of whose ranks refuses what is loaded, or which takes its time ---- */
+
+enum { FINE = RANKS }; /* no rank does */
+
+static struct {
+    bd_backend_ops ops;
+    _Atomic uint32_t rank;
+    _Atomic int after; /* calls that still go well */
+    _Atomic uint32_t delay_us;
+} refusing;
+
+static bd_status refuse(bd_error *err) {
+    char name[16] = "";
+    pthread_getname_np(pthread_self(), name, sizeof name);
+    const uint32_t rank = atomic_load(&refusing.rank);
+    if (strncmp(name, "bd-load-", 8) != 0 || (uint32_t)atoi(name + 8) != rank) return BD_OK;
+    if (atomic_fetch_sub(&refusing.after, 1) > 0) return BD_OK;
+    return bd_fail(err, BD_E_DEVICE, "device", "a planted fault of rank %u", rank);
+}
+
+static bd_status refusing_vector_put(bd_backend *backend, void *dst, uint64_t first,
+                                     const float *values, uint64_t count, bd_error *err) {
+    const bd_status s = refuse(err);
+    const uint32_t delay_us = atomic_load(&refusing.delay_us);
+    if (delay_us > 0) usleep(delay_us);
+    return s == BD_OK ? bd_backend_cpu_ops()->vector_put(backend, dst, first, values, count, err)
+                      : s;
+}
+
+static const bd_backend_ops *backend_ops(void) {
+    refusing.ops = *bd_backend_cpu_ops();
+    refusing.ops.vector_put = refusing_vector_put;
+    return &refusing.ops;
+}
+
 static bd_model *open_model(uint32_t ranks, uint32_t slots) {
     bd_error err = {0};
     bd_model *model;
     const bd_model_options options = {.dir = "demo/zen-mini",
-                                      .ops = bd_backend_cpu_ops(),
+                                      .ops = backend_ops(),
                                       .rank_count = ranks,
                                       .thread_count = ranks,
                                       .rows_max = 16,
@@ -281,6 +317,59 @@ static void faults_of_files(void **state) {
     }
 }
 
+/* Whichever rank it is, at whatever moment of its load: the variant is nowhere, its pages are free,
+ * the fault is that rank's, and the next load is a whole one. */
+static void one_rank_refuses(bool stream, uint64_t *random) {
+    world w;
+    open_world(&w, stream);
+    const uint32_t pages = bd_cache_pages_free(w.cache);
+    for (uint32_t n = 0; n < 3 * RANKS; n++) {
+        bd_variant *variant = w.v[n % w.count];
+        char words[64];
+        *random = *random * 6364136223846793005u + 1442695040888963407u;
+        atomic_store(&refusing.after, n < RANKS ? 0 : (int)(*random >> 33) % 60);
+        atomic_store(&refusing.rank, n % RANKS);
+        snprintf(words, sizeof words, "a planted fault of rank %u", n % RANKS);
+        result r = get(&w, variant);
+        if (r.status == BD_OK) { /* leased early */
+            assert_non_null(r.lease.load);
+            while (!bd_load_finished(r.lease.load))
+                usleep(200);
+            assert_int_equal(r.lease.load->status, BD_E_DEVICE);
+            assert_non_null(strstr(r.lease.load->error.message, words));
+            bd_cache_poll(w.cache, bd_now_us());
+            bd_cache_release(w.cache, &r.lease, bd_now_us());
+        } else {
+            assert_int_equal(r.status, BD_E_DEVICE);
+            assert_non_null(strstr(r.error.message, words));
+        }
+        bd_cache_poll(w.cache, bd_now_us());
+        assert_int_equal(bd_cache_pages_free(w.cache), pages);
+        atomic_store(&refusing.rank, FINE);
+        usleep(1000); /* beyond retry_after_us */
+        r = get(&w, variant);
+        assert_int_equal(r.status, BD_OK);
+        while (r.lease.load && !bd_load_finished(r.lease.load))
+            usleep(200);
+        assert_true(!r.lease.load || r.lease.load->status == BD_OK);
+        bd_cache_poll(w.cache, bd_now_us());
+        bd_cache_release(w.cache, &r.lease, bd_now_us());
+        bd_error err = {0};
+        MS_OK(bd_cache_unload(w.cache, variant, &err), err);
+    }
+    close_world(&w);
+}
+
+static void any_rank_alone(void **state) {
+    uint64_t random = bd_now_us();
+    (void)state;
+    printf("  seed %llu\n", (unsigned long long)random);
+    one_rank_refuses(false, &random);
+    atomic_store(&refusing.delay_us, 100);
+    one_rank_refuses(true, &random);
+    atomic_store(&refusing.delay_us, 0);
+}
+
 /* At any moment of a load; the last of them by the cache's end. */
 static void cancelled_loads_end(void **state) {
     (void)state;
@@ -302,10 +391,10 @@ static void cancelled_loads_end(void **state) {
 }
 
 int main(void) {
+    atomic_store(&refusing.rank, FINE);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(every_variant),
-        cmocka_unit_test(every_variant_early),
-        cmocka_unit_test(faults_of_files),
+        cmocka_unit_test(every_variant),       cmocka_unit_test(every_variant_early),
+        cmocka_unit_test(faults_of_files),     cmocka_unit_test(any_rank_alone),
         cmocka_unit_test(cancelled_loads_end),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
