@@ -12,11 +12,10 @@
 
 #include "compress_internal.h"
 
-#define ALIGN_BYTES         4096u
-#define PATH_BYTES          4096u
-#define SIDE_FILE_BYTES_MAX ((size_t)512 << 20)
-#define WRONG_BASE_CHANGE   0.5 /* median of mean |delta| / mean |base| above it: another base */
-#define SIDE_FILES_MAX      8u
+#define ALIGN_BYTES       4096u
+#define PATH_BYTES        4096u
+#define WRONG_BASE_CHANGE 0.5 /* median of mean |delta| / mean |base| above it: another base */
+#define SIDE_FILES_MAX    8u
 
 typedef struct run {
     const bd_compress_request *request;
@@ -207,21 +206,6 @@ static bd_status choose_side_files(run *r, bd_error *err) {
     return BD_OK;
 }
 
-static bd_status copy_side_files(const run *r, bd_error *err) {
-    bd_status status = BD_OK;
-    for (uint32_t i = 0; i < r->side_count && status == BD_OK; i++) {
-        char from[PATH_BYTES], to[PATH_BYTES], *data = NULL;
-        size_t bytes = 0;
-        status = bd_path_join(from, sizeof from, r->request->finetuned_dir, r->side_files[i], err);
-        if (status == BD_OK)
-            status = bd_path_join(to, sizeof to, r->output.temporary, r->side_files[i], err);
-        if (status == BD_OK) status = bd_file_read(from, SIDE_FILE_BYTES_MAX, &data, &bytes, err);
-        if (status == BD_OK) status = bd_file_replace(to, data, bytes, err);
-        free(data);
-    }
-    return status;
-}
-
 /* ---- the shards ------------------------------------------------------------------------------ */
 
 static bd_status write_item(run *r, const bd_compress_item *item, bd_error *err) {
@@ -387,7 +371,9 @@ static bd_status write_all(run *r, bd_error *err) {
     if ((status = write_shards(r, err)) != BD_OK) return status;
     const double change = median_change(r);
     if ((status = check_base_fits(r, change, err)) != BD_OK) return status;
-    if ((status = copy_side_files(r, err)) != BD_OK) return status;
+    if ((status = bd_output_copy(&r->output, r->request->finetuned_dir, r->side_files,
+                                 r->side_count, err)) != BD_OK)
+        return status;
     if ((status = write_manifest(r, err)) != BD_OK) return status;
     if ((status = bd_output_commit(&r->output, err)) != BD_OK) return status;
     if (r->request->json) {

@@ -110,6 +110,8 @@ BD_MUST_CHECK bd_status bd_compress_files_finish(bd_compress_files *files, const
                                                  bd_error *err);
 void bd_compress_files_free(bd_compress_files *files);
 
+#define SIDE_FILE_BYTES_MAX ((size_t)512 << 20) /* of a file beside the weights */
+
 /* ---- output: compress_output.c --------------------------------------------------------------- */
 
 typedef struct bd_output_dir {
@@ -123,6 +125,9 @@ BD_MUST_CHECK bd_status bd_output_check(const char *path, bool force, bd_output_
                                         bd_error *err);
 /* Removes what dead runs left and creates the temporary directory; needed_bytes must be free. */
 BD_MUST_CHECK bd_status bd_output_begin(bd_output_dir *dir, uint64_t needed_bytes, bd_error *err);
+/* Copies whole files of another directory, by name, into the temporary one. */
+BD_MUST_CHECK bd_status bd_output_copy(const bd_output_dir *dir, const char *from_dir,
+                                       const char *const *names, uint32_t count, bd_error *err);
 /* Syncs and renames; an old OUT is swapped out and removed. */
 BD_MUST_CHECK bd_status bd_output_commit(bd_output_dir *dir, bd_error *err);
 void bd_output_abort(

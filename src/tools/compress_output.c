@@ -13,9 +13,11 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
+#include "bitdelta/base/file.h"
 #include "compress_internal.h"
 
-#define SUFFIX ".tmp-"
+#define SUFFIX     ".tmp-"
+#define PATH_BYTES 4096u
 
 /* Splits path into the directory (".", "/", "a/b") and the last part, which is inside path. */
 static const char *split(const char *path, char *parent, size_t parent_bytes) {
@@ -159,6 +161,21 @@ bd_status bd_output_begin(bd_output_dir *dir, uint64_t needed_bytes, bd_error *e
         (void)rmdir(dir->temporary);
     }
     return bd_fail(err, BD_E_IO, dir->temporary, "cannot lock %s", dir->temporary);
+}
+
+bd_status bd_output_copy(const bd_output_dir *dir, const char *from_dir, const char *const *names,
+                         uint32_t count, bd_error *err) {
+    bd_status status = BD_OK;
+    for (uint32_t i = 0; i < count && status == BD_OK; i++) {
+        char from[PATH_BYTES], to[PATH_BYTES], *data = NULL;
+        size_t bytes = 0;
+        status = bd_path_join(from, sizeof from, from_dir, names[i], err);
+        if (status == BD_OK) status = bd_path_join(to, sizeof to, dir->temporary, names[i], err);
+        if (status == BD_OK) status = bd_file_read(from, SIDE_FILE_BYTES_MAX, &data, &bytes, err);
+        if (status == BD_OK) status = bd_file_replace(to, data, bytes, err);
+        free(data);
+    }
+    return status;
 }
 
 /* ---- the end --------------------------------------------------------------------------------- */

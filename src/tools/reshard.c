@@ -14,11 +14,10 @@
 
 #include "compress_internal.h"
 
-#define ALIGN_BYTES         4096u
-#define PATH_BYTES          4096u
-#define NAME_BYTES          700u
-#define SIDE_FILE_BYTES_MAX ((size_t)512 << 20)
-#define GATHER_BYTES        (1u << 20) /* of rows put together, before they are written */
+#define ALIGN_BYTES  4096u
+#define PATH_BYTES   4096u
+#define NAME_BYTES   700u
+#define GATHER_BYTES (1u << 20) /* of rows put together, before they are written */
 
 typedef struct run {
     const bd_reshard_request *request;
@@ -416,21 +415,6 @@ static bd_status list_side_files(run *r, bd_error *err) {
     return status;
 }
 
-static bd_status copy_side_files(const run *r, bd_error *err) {
-    bd_status status = BD_OK;
-    for (uint32_t i = 0; i < r->side_count && status == BD_OK; i++) {
-        char from[PATH_BYTES], to[PATH_BYTES], *data = NULL;
-        size_t bytes = 0;
-        status = bd_path_join(from, sizeof from, r->delta.dir, r->side_files[i], err);
-        if (status == BD_OK)
-            status = bd_path_join(to, sizeof to, r->output.temporary, r->side_files[i], err);
-        if (status == BD_OK) status = bd_file_read(from, SIDE_FILE_BYTES_MAX, &data, &bytes, err);
-        if (status == BD_OK) status = bd_file_replace(to, data, bytes, err);
-        free(data);
-    }
-    return status;
-}
-
 /* ---- the result ------------------------------------------------------------------------------ */
 
 static void report_json(const run *r) {
@@ -474,7 +458,9 @@ static bd_status convert(run *r, bd_error *err) {
     if ((status = bd_output_begin(&r->output, r->made_bytes + (1u << 20), err)) != BD_OK)
         return status;
     if ((status = write_shards(r, err)) != BD_OK) return status;
-    if ((status = copy_side_files(r, err)) != BD_OK) return status;
+    if ((status = bd_output_copy(&r->output, r->delta.dir, (const char *const *)r->side_files,
+                                 r->side_count, err)) != BD_OK)
+        return status;
     if ((status = write_manifest(r, err)) != BD_OK) return status;
     if ((status = bd_output_commit(&r->output, err)) != BD_OK) return status;
     if (r->request->json) {
