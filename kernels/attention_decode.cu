@@ -204,7 +204,8 @@ template <typename T, int D> __global__ void __launch_bounds__(WARPS * 32) decod
 
 template <typename T, int D> cudaError_t launch(const k_attention_args *a, cudaStream_t stream) {
     constexpr int bytes = Sizes<D>::SHARED;
-    static const cudaError_t raised = cudaFuncSetAttribute(decode_kernel<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    // Each time: every device has its own.
+    const cudaError_t raised = cudaFuncSetAttribute(decode_kernel<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (raised != cudaSuccess) return raised;
     const int per_kv = a->heads / a->kv_heads, head_blocks = (per_kv + HEADS - 1) / HEADS;
     const dim3 grid((unsigned)a->split_count, (unsigned)(a->kv_heads * head_blocks), (unsigned)a->decode_count);

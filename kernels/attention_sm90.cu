@@ -216,7 +216,8 @@ template <typename T, int D> __global__ void __launch_bounds__(THREADS, 1) prefi
 
 template <typename T, int D> cudaError_t launch(const k_attention_args *a, const CUtensorMap *q, const CUtensorMap *kv, cudaStream_t stream) {
     constexpr int bytes = Sizes<D>::SHARED;
-    static const cudaError_t raised = cudaFuncSetAttribute(prefill_kernel<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    // Each time: every device has its own.
+    const cudaError_t raised = cudaFuncSetAttribute(prefill_kernel<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (raised != cudaSuccess) return raised;
     prefill_kernel<T, D><<<dim3((unsigned)a->heads, (unsigned)a->tile_count), THREADS, bytes, stream>>>(*a, *q, *kv);
     return cudaGetLastError();

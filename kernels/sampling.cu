@@ -367,7 +367,8 @@ __global__ void __launch_bounds__(THREADS, 1) sample_kernel(float *logits, float
 extern "C" cudaError_t k_sample(float *logits, float *scratch, const k_sample_row *rows, const k_edit *edits, k_sample_result *results,
                                 int32_t row_count, int32_t vocab, float softcap, cudaStream_t stream) {
     if (!row_count) return cudaSuccess;
-    static const cudaError_t raised = cudaFuncSetAttribute(sample_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(candidates));
+    // Each time: every device has its own.
+    const cudaError_t raised = cudaFuncSetAttribute(sample_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(candidates));
     if (raised != cudaSuccess) return raised;
     sample_kernel<<<(unsigned)row_count, THREADS, sizeof(candidates), stream>>>(logits, scratch, rows, edits, results, vocab, softcap);
     return cudaGetLastError();
