@@ -277,6 +277,41 @@ static void test_a_call_is_refused(void **state) {
     finish(&j);
 }
 
+static bool refused(const rank_thread *t, bd_status status, const char *part) {
+    return status == BD_E_DEVICE && strstr(t->error.message, part);
+}
+
+static bd_status fail_to_record(rank_thread *t) {
+    uint8_t all[2] = {0};
+    if (t->rank != 1) return BD_OK;
+    t->comm->recording = true;
+    if (!refused(t, reduce_one(t), "NCCL cannot record all_reduce: invalid argument"))
+        return BD_E_INTERNAL;
+    const bd_status s = bd_nccl_all_gather(t->comm, all + 1, all, 1, NULL, &t->error);
+    if (!refused(t, s, "NCCL cannot record all_gather: invalid argument")) return BD_E_INTERNAL;
+    t->comm->recording = false;
+    return bd_nccl_poll(t->comm, &t->error);
+}
+
+/* What could not be recorded was not launched either: the group goes on, until a call fails. */
+static void test_a_recording_fails(void **state) {
+    (void)state;
+    fake_nccl_seen seen;
+    job j = {.count = 2, .act = fail_to_record};
+    run(&j, &(fake_nccl_plan){.call_error = true, .rank = 1}, LONG_US);
+    for (uint32_t r = 0; r < 2; r++) {
+        assert_int_equal(j.threads[r].opened, BD_OK);
+        assert_int_equal(j.threads[r].did, BD_OK);
+        assert_int_equal(bd_nccl_poll(j.threads[r].comm, &j.threads[r].error), BD_OK);
+    }
+    the_fake.look(&seen);
+    assert_int_equal(seen.aborts, 0);
+    assert_int_equal(seen.calls, 2);
+    expect_lost(&j.threads[1], reduce_one(&j.threads[1]), "all_reduce: invalid argument");
+    expect_lost(&j.threads[0], bd_nccl_poll(j.threads[0].comm, &j.threads[0].error), "rank 1 (");
+    finish(&j);
+}
+
 static void test_a_call_never_ends(void **state) {
     (void)state;
     job j = {.count = 2, .act = reduce_one};
@@ -357,6 +392,7 @@ int main(void) {
         cmocka_unit_test(test_a_rank_fails_to_open),
         cmocka_unit_test(test_an_error_that_comes_to_light_later),
         cmocka_unit_test(test_a_call_is_refused),
+        cmocka_unit_test(test_a_recording_fails),
         cmocka_unit_test(test_a_call_never_ends),
         cmocka_unit_test(test_abort),
         cmocka_unit_test(test_groups_that_cannot_be),

@@ -14,6 +14,7 @@
 #ifndef BITDELTA_BACKEND_COMM_H
 #define BITDELTA_BACKEND_COMM_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -27,18 +28,22 @@ typedef struct bd_comm_group { /* first member of each implementation's */
     const bd_comm_ops *ops;
     uint32_t rank_count;
     uint64_t wait_us_max;
+    void *device; /* what a backend keeps with its group; else NULL */
 } bd_comm_group;
 
 typedef struct bd_comm { /* first member of each implementation's */
     const bd_comm_ops *ops;
     bd_comm_group *group;
     uint32_t rank, rank_count;
+    /* Set by the caller while its stream records: calls launch nothing then, and one that fails
+     * spoils the recording, not the group. */
+    bool recording;
 } bd_comm;
 
 typedef enum bd_comm_type { BD_COMM_F32, BD_COMM_BF16, BD_COMM_F16 } bd_comm_type;
 
 struct bd_comm_ops {
-    const char *name; /* "local", "nccl" */
+    const char *name; /* "local", "nccl", "p2p" */
 
     /* Once, before any rank opens. rank_count: 2 .. BD_COMM_RANKS_MAX. nccl: loads the library and
      * makes the unique id; BD_E_UNSUPPORTED names what is missing. */

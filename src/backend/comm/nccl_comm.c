@@ -218,6 +218,9 @@ static bd_status wait_ready(rank_comm *comm, const char *what, bd_error *err) {
 
 static bd_status after_call(rank_comm *comm, const char *what, int result, bd_error *err) {
     if (result == NCCL_IN_PROGRESS) return wait_ready(comm, what, err);
+    if (result != NCCL_OK && comm->base.recording)
+        return bd_fail(err, BD_E_DEVICE, "tensor_parallel", "NCCL cannot record %s: %s", what,
+                       group_of(comm)->library.error_text(result));
     if (result != NCCL_OK) return nccl_fault(comm, what, result, err);
     return BD_OK;
 }
@@ -291,7 +294,7 @@ bd_status bd_nccl_group_create(const bd_comm_ops *ops, uint32_t rank_count, uint
                        rank_count, BD_COMM_RANKS_MAX);
     nccl_group *group = calloc(1, sizeof *group);
     if (!group) return bd_fail(err, BD_E_MEMORY, "tensor_parallel", "no memory for a group");
-    group->base = (bd_comm_group){ops, rank_count, wait_us_max};
+    group->base = (bd_comm_group){.ops = ops, .rank_count = rank_count, .wait_us_max = wait_us_max};
     pthread_mutex_init(&group->lock, NULL);
     if (gethostname(group->node, sizeof group->node - 1) != 0)
         (void)snprintf(group->node, sizeof group->node, "unknown");
@@ -345,7 +348,8 @@ bd_status bd_nccl_open(bd_comm_group *base, uint32_t rank, uint32_t device_index
         break_group(group, "one of them had no memory");
         return bd_fail(err, BD_E_MEMORY, "tensor_parallel", "no memory for rank %u", rank);
     }
-    comm->base = (bd_comm){base->ops, base, rank, base->rank_count};
+    comm->base =
+        (bd_comm){.ops = base->ops, .group = base, .rank = rank, .rank_count = base->rank_count};
     comm->device_index = device_index;
     pthread_mutex_init(&comm->lock, NULL);
     pthread_mutex_lock(&group->lock);

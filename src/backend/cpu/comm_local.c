@@ -180,7 +180,8 @@ static bd_status local_group_create(uint32_t rank_count, uint64_t wait_us_max, b
                        rank_count, BD_COMM_RANKS_MAX);
     local_group *group = calloc(1, sizeof *group);
     if (!group) return bd_fail(err, BD_E_MEMORY, "tensor_parallel", "no memory for a group");
-    group->base = (bd_comm_group){bd_comm_local_ops(), rank_count, wait_us_max};
+    group->base = (bd_comm_group){
+        .ops = bd_comm_local_ops(), .rank_count = rank_count, .wait_us_max = wait_us_max};
     group->spin_us = bd_usable_cores() >= rank_count ? SPIN_US : 0;
     pthread_condattr_t attributes;
     pthread_condattr_init(&attributes);
@@ -210,7 +211,8 @@ static bd_status local_open(bd_comm_group *base, uint32_t rank, uint32_t device_
         local_abort(base);
         return bd_fail(err, BD_E_MEMORY, "tensor_parallel", "no memory for rank %u", rank);
     }
-    *comm = (bd_comm){base->ops, base, rank, base->rank_count};
+    *comm =
+        (bd_comm){.ops = base->ops, .group = base, .rank = rank, .rank_count = base->rank_count};
     const bd_status status = meet((local_group *)base, err);
     if (status != BD_OK) {
         free(comm);
