@@ -116,8 +116,8 @@ uint64_t k_sign_bytes(uint32_t n, uint32_t k);
 typedef struct k_plane_part {
     uint32_t first_row, row_count, first_col, col_count;
 } k_plane_part;
-/* src: rows of col_count / 8 bytes, contiguous. first_col is a multiple of 64, and so is col_count unless the part ends
- * with its rows. */
+/* src: rows of col_count / 8 bytes, contiguous. first_col and col_count are multiples of 8. Parts of one plane, one after another,
+ * in any order. */
 cudaError_t k_repack_part(uint8_t *dst, const uint8_t *src, uint32_t k, const k_plane_part *part, cudaStream_t stream);
 /* src: rows of k / 8 bytes, contiguous, rows [first_row, first_row + row_count) of the plane at dst. */
 cudaError_t k_repack(uint8_t *dst, const uint8_t *src, uint32_t k, uint32_t first_row, uint32_t row_count,
@@ -129,6 +129,7 @@ typedef struct k_embed_args {
     const int32_t *tokens, *row_overlay; /* [rows] */
     const k_overlay_linear *overlays;    /* [blocks][overlay_count] */
     int32_t rows, hidden, block_rows, overlay_count;
+    int32_t first, vocab;   /* rows of the table that are here: tokens first .. first + vocab - 1; a row of another token is zero */
     float scale;
     bool fp16;
 } k_embed_args;

@@ -11,9 +11,13 @@ __device__ __forceinline__ void overlap() {
 #endif
 }
 
-// residual[m][i] = scale * (E[token][i] + sum_p scale_p[token] S_p[token][i]). One block per row.
+// residual[m][i] = scale * (E[token][i] + sum_p scale_p[token] S_p[token][i]), 0 where the table has no such row. One block per row.
 template <typename T> __global__ void __launch_bounds__(256) embed_kernel(const k_embed_args a) {
-    const int m = blockIdx.x, token = a.tokens[m], overlay = a.row_overlay[m], chunks = (a.hidden + 255) / 256;
+    const int m = blockIdx.x, token = a.tokens[m] - a.first, overlay = a.row_overlay[m], chunks = (a.hidden + 255) / 256;
+    if ((unsigned)token >= (unsigned)a.vocab) {
+        for (int i = threadIdx.x; i < a.hidden; i += blockDim.x) a.residual[(size_t)m * a.hidden + i] = 0;
+        return;
+    }
     const uint16_t *from = a.embed + (size_t)token * a.hidden;
     const k_overlay_linear *o = overlay >= 0 ? a.overlays + (size_t)(token / a.block_rows) * a.overlay_count + overlay : nullptr;
     const int row = token % a.block_rows, planes = o ? (int)o->plane_count : 0;

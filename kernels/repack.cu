@@ -8,7 +8,8 @@
 // That is the no-swizzle K-major core-matrix order of wgmma, with K permuted inside each 64 so that a thread of an MMA
 // fragment finds its signs in two 16-bit loads (bitdelta_gemm) and so that binary wgmma can read the same bytes.
 // The 8 source bytes of a K64 block become the 8 destination bytes by one inverted 8x8 bit transpose.
-// Mapping: one thread per (row, K64 block); rows are independent, so any row range can be repacked on its own.
+// Mapping: one thread per (row, K64 block); rows are independent, so any row range can be repacked on its own, and so can any bytes of
+// the rows, one part after another.
 // Source rows may start at any byte.
 #include "common.cuh"
 
@@ -22,18 +23,28 @@ static __device__ __forceinline__ uint64_t transpose_inverted(uint64_t v) {
     return x;
 }
 
-// Blocks [first_block, first_block + blocks) of each row, of which the source has row_bytes bytes.
+// Bits of the bytes [from, to) of a K64 block: byte i of the source is bit 7 - i of every byte.
+static __device__ __forceinline__ uint64_t bits_of(int from, int to) {
+    const uint32_t bits = (0xffu >> from) & ~(0xffu >> to);
+    return bits * 0x0101010101010101ull;
+}
+
+// The part's bytes of the blocks from first_byte / 8 on; what other parts have of a block stays. last: the part ends with its rows.
 static __global__ void __launch_bounds__(256) repack_kernel(uint8_t *dst, const uint8_t *src, int k, int first_row, int row_count,
-                                                            int first_block, int blocks, int row_bytes) {
+                                                            int first_byte, int row_bytes, int blocks, bool last) {
     int chunks = (k + 255) / 256;
     size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
     if (i >= (size_t)row_count * blocks) return;
-    int row = (int)(i / blocks), block = (int)(i % blocks);
+    int row = (int)(i / blocks), block = first_byte / 8 + (int)(i % blocks);
+    const uint8_t *bytes = src + (size_t)row * row_bytes;
+    int begin = max(0, first_byte - block * 8), end = min(8, first_byte + row_bytes - block * 8);
     uint64_t v = 0;
-    const uint8_t *from = src + (size_t)row * row_bytes + block * 8;
-    int have = min(8, row_bytes - block * 8); // padding columns read as plus after the inversion below
-    for (int b = 0; b < 8; b++) v |= (uint64_t)(b < have ? from[b] : 0xff) << (8 * b);
-    *(uint64_t *)(dst + sign_offset(first_row + row, first_block + block, chunks)) = transpose_inverted(v);
+    for (int b = 0; b < 8; b++) // padding columns read as plus after the inversion below
+        v |= (uint64_t)(b >= begin && b < end ? bytes[block * 8 + b - first_byte] : 0xff) << (8 * b);
+    v = transpose_inverted(v);
+    uint64_t *to = (uint64_t *)(dst + sign_offset(first_row + row, block, chunks));
+    const uint64_t mine = bits_of(begin, last ? 8 : end);
+    *to = ~mine ? (*to & ~mine) | (v & mine) : v;
 }
 
 extern "C" uint64_t k_sign_bytes(uint32_t n, uint32_t k) {
@@ -42,13 +53,13 @@ extern "C" uint64_t k_sign_bytes(uint32_t n, uint32_t k) {
 
 extern "C" cudaError_t k_repack_part(uint8_t *dst, const uint8_t *src, uint32_t k, const k_plane_part *part, cudaStream_t stream) {
     const uint32_t end = part->first_col + part->col_count;
-    if (k % 8 || k > 1u << 20 || end > k || part->first_col % 64 || (part->col_count % 64 && end != k)) return cudaErrorInvalidValue;
+    if (k % 8 || k > 1u << 20 || end > k || part->first_col % 8 || part->col_count % 8) return cudaErrorInvalidValue;
     // Whoever has a row's last column clears the padding after it too.
-    const uint32_t first = part->first_col / 64, blocks = end == k ? (k + 255) / 256 * 4 - first : part->col_count / 64;
+    const uint32_t blocks = (end == k ? (k + 255) / 256 * 4 : (end + 63) / 64) - part->first_col / 64;
     size_t count = (size_t)part->row_count * blocks;
     if (!count) return cudaSuccess;
     repack_kernel<<<(unsigned)((count + 255) / 256), 256, 0, stream>>>(dst, src, (int)k, (int)part->first_row, (int)part->row_count,
-                                                                       (int)first, (int)blocks, (int)(part->col_count / 8));
+                                                                       (int)(part->first_col / 8), (int)(part->col_count / 8), (int)blocks, end == k);
     return cudaGetLastError();
 }
 

@@ -92,11 +92,6 @@ bd_status cuda_plane_put(bd_backend *backend, void *dst, uint32_t n, uint32_t k,
 bd_status cuda_plane_part_put(bd_backend *backend, void *dst, uint32_t n, uint32_t k,
                               const bd_plane_part *part, bd_error *err) {
     BD_ASSERT(part->first_row + part->row_count <= n && part->first_col + part->col_count <= k);
-    if (part->first_col % 64 || (part->col_count % 64 && part->first_col + part->col_count != k))
-        return bd_fail(err, BD_E_UNSUPPORTED, "shards",
-                       "columns %u to %u of %u: the CUDA backend reads shards cut at multiples of "
-                       "64 columns",
-                       part->first_col, part->first_col + part->col_count, k);
     return put_part(cuda_of(backend), dst, k, part, err);
 }
 
@@ -123,5 +118,8 @@ bd_status cuda_vector_put(bd_backend *backend, void *dst, uint64_t first, const 
 
 bd_status cuda_put_flush(bd_backend *backend, bd_error *err) {
     bd_cuda *cuda = cuda_of(backend);
-    return cuda_check(cuda, cudaStreamSynchronize(cuda->copy), "upload of a delta", err);
+    const bd_status s = cuda_check(cuda, cudaSetDevice(cuda->device), "device", err);
+    return s == BD_OK
+               ? cuda_check(cuda, cudaStreamSynchronize(cuda->copy), "upload of a delta", err)
+               : s;
 }
