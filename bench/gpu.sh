@@ -15,6 +15,8 @@
 #   goldens        3     the goldens of transformers, bf16 and fp16
 #   attention      3     attention beside PyTorch's
 #   ncu            2     bytes a kernel moves, where the profiler may read the counters
+#   ranks          5     ranks on several GPUs: their sums, models split over them, and how fast the sums are beside NCCL's. With one GPU
+#                        the ranks share it and NCCL is left out
 #
 # Environment: BUILD (default build; a build with BD_CUDA=on and BD_BENCH=on), OUT (default bench/results/gpu-<name>), COMMIT
 # (default git's). A stage writes OUT/<stage>.txt, or .csv with the full figures, and at the end one summary is printed, short enough
@@ -27,11 +29,13 @@
 #   2.  bench/gpu.sh choices ncu
 #   3.  bench/gpu.sh model serving
 #   4.  bench/gpu.sh linear goldens attention, for tables to be kept
+# and with two GPUs or more (tests/gpu/test_gpu_tp.c says what is looked at):
+#   1.  tests/data/unpack.sh && bench/gpu.sh unpack gpu.tar.xz && bench/gpu.sh ranks
 set -u
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build}
-stages=(tests sanitizers choices linear model serving goldens attention ncu)
-programs=(bitdelta bench_gpu_linear bench_gpu_model bench_gpu_attention)
+stages=(tests sanitizers choices linear model serving goldens attention ncu ranks)
+programs=(bitdelta bench_gpu_linear bench_gpu_model bench_gpu_attention bench_gpu_comm)
 
 if [[ ${1:-} == pack ]]; then
     folder=$(mktemp -d) && mkdir "$folder/tests" || exit 1
@@ -82,7 +86,7 @@ find_sanitizer() { command -v compute-sanitizer || ls /usr/local/cuda/bin/comput
 stage_tests() {
     local test
     for test in "$build"/tests/test_gpu_*; do
-        [[ -x $test && $test != *.* ]] && keep tests.txt 150 "$test"
+        [[ -x $test && $test != *.* && $test != *_ranks && $test != *_tp ]] && keep tests.txt 150 "$test"
     done
 }
 stage_sanitizers() {
@@ -134,6 +138,23 @@ stage_ncu() {
         --metrics dram__bytes_read.sum,dram__bytes_write.sum,gpu__time_duration.sum,sm__throughput.avg.pct_of_peak_sustained_elapsed \
         "$build/bench_gpu_linear" 1 8B 16,64,512 1,8
     while read -r line; do say "    $line"; done < <(grep -a dram__bytes_read "$out/ncu.txt" | cut -c1-150 | head -n 12)
+}
+
+# NCCL is taken from where the loader looks, else from PyTorch's packages.
+find_nccl() {
+    local folder
+    ldconfig -p | grep -q 'libnccl\.so\.2' && return
+    folder=$(python3 -c 'import nvidia.nccl; print(list(nvidia.nccl.__path__)[0] + "/lib")' 2>/dev/null) &&
+        export LD_LIBRARY_PATH=$folder${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+}
+stage_ranks() {
+    local what
+    find_nccl
+    say "    $(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l) GPUs"
+    for what in repack ranks tp; do keep ranks.txt 200 "$build/tests/test_gpu_$what"; done
+    while read -r line; do say "    $line"; done < <(grep -aE 'skipped|logits L2|over after|gave up|ended after' "$out/ranks.txt" | cut -c1-120 | head -n 60)
+    keep comm.csv 150 "$build/bench_gpu_comm"
+    while read -r line; do say "    $line"; done < <(grep -av '^# one' "$out/comm.csv" | tail -n 50 | cut -c1-120)
 }
 
 (($#)) || set -- "${stages[@]}"

@@ -124,18 +124,30 @@ static bd_status size_all(bd_model *model, const bd_model_options *options, bd_e
     return BD_OK;
 }
 
+/* Not by itself a fault: whoever sends short prompts only may want it so. */
+static void warn_of_little_kv(const bd_model *model) {
+    const bd_backend_options *o = &model->backend_options;
+    const uint64_t tokens = (uint64_t)o->kv_block_count * o->kv_block_tokens;
+    if (tokens >= o->max_model_len) return;
+    bd_log(BD_LOG_WARN, "model",
+           "kv_tokens=%" PRIu64 " holds no sequence of the whole context of %u: a request whose "
+           "prompt and new tokens are more is refused",
+           tokens, o->max_model_len);
+}
+
 static bd_status open_all(bd_model *model, const bd_model_options *options, bd_error *err) {
     bd_weight_list list = {0};
     bd_status s = bd_model_config_read(options->dir, &model->config, err);
     if (s == BD_OK) s = bd_checkpoint_open(options->dir, &model->checkpoint, err);
     if (s == BD_OK) s = bd_weight_list_create(&model->config, model->checkpoint, &list, err);
     if (s == BD_OK && model->rank_count > 1) { /* before anything is made for so many */
-        s = bd_model_rank_config(&model->config, 0, model->rank_count, &model->local, err);
+        s = size_rank(model, options, err);
         if (s == BD_OK) s = bd_team_create(model, options, &model->team, err);
     }
     if (s == BD_OK) s = size_all(model, options, err);
     for (uint32_t r = 0; s == BD_OK && r < model->rank_count; r++)
         log_plan(bd_model_rank(model, r));
+    if (s == BD_OK) warn_of_little_kv(model);
     if (s == BD_OK) s = bd_checkpoint_fingerprint(model->checkpoint, model->fingerprint, err);
     if (s == BD_OK)
         s = model->team ? bd_team_open(model->team, options, &list, err)

@@ -10,13 +10,16 @@
 #include "bitdelta/backend/cuda.h"
 #include "fast.h"
 #include "kernels.h"
+#include "peers.h"
 
 #define CUDA_OVERLAYS_MAX  64u        /* distinct variants in one step */
 #define CUDA_EDITS_MAX     (1u << 20) /* logit edits of one step */
 #define CUDA_SAMPLE_ROWS   64u        /* rows sampled at a time: bounds the scratch */
 #define CUDA_SM_MAX        256        /* more multiprocessors than this are left unused by decode */
 #define CUDA_STAGING_BYTES (8u << 20)
-#define CUDA_CONTEXT_BYTES (512u << 20) /* left to the CUDA context, code and recorded steps */
+#define CUDA_CONTEXT_BYTES (512u << 20)  /* left to the CUDA context, code and recorded steps */
+#define CUDA_RANKS_BYTES   (1024u << 20) /* of each of several ranks: left to NCCL and windows */
+#define CUDA_RANKS_MAX     1u            /* until several have run on as many GPUs */
 
 typedef struct cuda_shape { /* element counts derived from the config, one rank */
     uint32_t hidden, layers, ffn, vocab, head_dim, heads, kv_heads, q_width, kv_width;
@@ -108,12 +111,17 @@ typedef struct bd_cuda {
     _Atomic bool lost;
     uint8_t *weights, *workspace, *kv, *deltas; /* arenas */
     size_t kv_layer_elements;
+    uint32_t vocab_total;   /* rows of the vocabulary of all ranks */
+    const k_ranks *ranks;   /* the ranks' own kernels; NULL: not to be used */
+    uint32_t own_bytes;     /* most that they sum; the rest is the comm's */
+    bool proj_partial;      /* proj is this rank's part of a sum */
     uint16_t *embed, *head; /* head == embed when tied */
     uint16_t *(*linears)[BD_LINEAR_COUNT];
     float *(*biases)[BD_LINEAR_COUNT];
     float *(*norms)[BD_NORM_COUNT];
     /* workspace */
     float *residual, *proj, *q_in, *k_in, *v_in, *gate, *up, *logits, *scratch, *rope;
+    float *logits_part; /* of several ranks: [logits rows][vocabulary rows of a rank] */
     uint16_t *normed, *q, *attn, *act, *head_in;
     k_sample_result *results, *results_host;
     unsigned *overflow; /* set by the conversion of weights to fp16 */
@@ -143,6 +151,8 @@ bd_status cuda_check(bd_cuda *cuda, cudaError_t error, const char *what, bd_erro
 void cuda_shape_from(const bd_model_config *config, cuda_shape *out);
 bd_status cuda_plan(const bd_backend_options *options, bd_memory_plan *plan, bd_error *err);
 bd_status cuda_supports(const bd_backend_options *options, bd_error *err);
+/* The same for any number of ranks. */
+bd_status cuda_supports_ranks(const bd_backend_options *options, bd_error *err);
 bd_status cuda_open(const bd_backend_options *options, bd_backend **out, bd_error *err);
 void cuda_close(bd_backend *backend);
 bd_status cuda_weight_put(bd_backend *backend, bd_weight_id id, const bd_weight_view *view,
@@ -177,6 +187,8 @@ size_t cuda_upload_bytes(const bd_backend_options *options, const cuda_shape *sh
 bd_status cuda_step_begin(bd_backend *backend, const bd_step *step, bd_error *err);
 bd_status cuda_step_wait(bd_backend *backend, const bd_step *step, uint64_t deadline_us,
                          bd_token_result *results, bd_error *err);
+/* For all that was launched; BD_E_DEVICE at the deadline, or when the ranks lost each other. */
+bd_status cuda_stream_wait(bd_cuda *cuda, uint64_t deadline_us, bd_error *err);
 bd_status cuda_logits_get(bd_backend *backend, uint32_t index, float *out, bd_error *err);
 
 /* Tables of the step into the upload's host side; `fixed` reserves by the step's rows alone, so
@@ -191,6 +203,21 @@ void cuda_graphs_close(bd_cuda *cuda);
 /* Fills the tables for a recording and returns it; NULL: the step is to be launched as it is. */
 const cuda_graph *cuda_graph_begin(bd_cuda *cuda, const bd_step *step);
 cuda_launch_key cuda_launch_key_of(const bd_cuda *cuda);
+
+/* ranks.c: for several ranks. */
+void cuda_ranks_open(bd_cuda *cuda);
+/* data[i] = the sum of all ranks'. */
+bd_status cuda_ranks_sum(bd_cuda *cuda, void *data, uint64_t count, bd_comm_type type,
+                         bd_error *err);
+/* Sums args->proj over the ranks; *done: the rest of k_norm_residual(args) is done too. */
+bd_status cuda_ranks_norm(bd_cuda *cuda, k_norm_args *args, bool *done, bd_error *err);
+/* Rows of logits_part of all ranks into whole rows of logits. */
+bd_status cuda_ranks_logits(bd_cuda *cuda, uint32_t row, uint32_t rows, bd_error *err);
+/* A fault of the ranks' calls that are under way; the device is then lost. */
+bd_status cuda_ranks_poll(bd_cuda *cuda, bd_error *err);
+/* Waits for all ranks; *yes becomes whether all said so. Also for one rank. */
+bd_status cuda_ranks_agree(bd_cuda *cuda, bool *yes, bd_error *err);
+void cuda_ranks_recording(bd_cuda *cuda, bool recording); /* also for one rank */
 
 /* attention.c. Open returns whether any fast kernel is used; both after the arenas are carved. */
 bool cuda_attention_open(bd_cuda *cuda);

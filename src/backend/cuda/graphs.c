@@ -3,6 +3,11 @@
  * same tables. Which variants a step has is data in those tables; what would reach a kernel from
  * the host is compared with the recording (cuda_launch_key), and a step that differs in it is
  * launched operator by operator. Padding rows read token 0 and write their keys to a spare block.
+ *
+ * Of several ranks all have recordings or none has, and all replay the same ones, since what a step
+ * is compared by follows from its rows and shapes alone: a recorded sum is of the padded rows.
+ * While ranks record, nothing runs that waits for another: they meet before and after the steps
+ * that load the kernels' code.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -133,7 +138,9 @@ static bd_status record_one(bd_cuda *cuda, const blank *b, uint32_t rows, uint32
                    "recording a step", err);
     if (s != BD_OK) return s;
     cuda->recording = true;
+    cuda_ranks_recording(cuda, true);
     s = forward(ctx, &p->step, err);
+    cuda_ranks_recording(cuda, false);
     cuda->recording = false;
     const cudaError_t ended = cudaStreamEndCapture(cuda->stream, &graph);
     if (s == BD_OK) s = cuda_check(cuda, ended, "recording a step", err);
@@ -154,23 +161,56 @@ static bd_status warm(bd_cuda *cuda, uint32_t rows, bd_backend_forward forward, 
     const bd_step none = {0};
     pad(cuda->padded, &none, rows);
     bd_status s = forward(ctx, &cuda->padded->step, err);
+    const bd_comm *comm = cuda->options.comm;
+    if (comm) { /* the others have only just been here */
+        const uint64_t deadline_us = bd_now_us() + comm->group->wait_us_max;
+        return s == BD_OK ? cuda_stream_wait(cuda, deadline_us, err) : s;
+    }
     return s == BD_OK ? cuda_check(cuda, cudaStreamSynchronize(cuda->stream), "first step", err)
                       : s;
 }
 
+static bd_status record_bucket(bd_cuda *cuda, const blank *b, uint32_t bucket,
+                               bd_backend_forward forward, void *ctx, uint32_t *count,
+                               bd_error *err) {
+    const uint32_t rows = 1u << bucket,
+                   most = rows < CUDA_GRAPH_VARIANTS ? rows : CUDA_GRAPH_VARIANTS;
+    bd_status s = BD_OK;
+    for (uint32_t v = 0; s == BD_OK && v <= (cuda->options.delta_bytes ? most : 0u); v++, ++*count)
+        s = record_one(cuda, b, rows, v, forward, ctx, &cuda->graphs[bucket][v], err);
+    return s;
+}
+
+/* Slower, not wrong: unless the device is lost, or a step that all ranks were to run did not. */
+static bd_status give_up(bool fatal, bd_status s, const bd_error *fault, bool *recorded,
+                         bd_error *err) {
+    *recorded = false;
+    *err = *fault;
+    if (fatal) return s;
+    bd_log_error("cuda", "steps are launched without recordings", fault);
+    return BD_OK;
+}
+
+/* *recorded: whether it went well so far, here and then everywhere. What is returned is beyond
+ * launching steps without recordings. */
 static bd_status record_all(bd_cuda *cuda, const blank *b, bd_backend_forward forward, void *ctx,
-                            uint32_t *count, bd_error *err) {
+                            uint32_t *count, bool *recorded, bd_error *err) {
     const bd_backend_options *o = &cuda->options;
+    bd_error fault;
     for (uint32_t bucket = 0; bucket < CUDA_GRAPH_BUCKETS; bucket++) {
         const uint32_t rows = 1u << bucket;
         if (rows > o->rows_max || rows > o->seqs_max || rows > o->logits_rows_max) break;
-        bd_status s = warm(cuda, rows, forward, ctx, err);
-        const uint32_t most = rows < CUDA_GRAPH_VARIANTS ? rows : CUDA_GRAPH_VARIANTS;
-        for (uint32_t v = 0; s == BD_OK && v <= (o->delta_bytes ? most : 0u); v++, ++*count)
-            s = record_one(cuda, b, rows, v, forward, ctx, &cuda->graphs[bucket][v], err);
+        bd_status s = cuda_ranks_agree(cuda, recorded, err);
+        if (s != BD_OK || !*recorded) return s;
+        if ((s = warm(cuda, rows, forward, ctx, &fault)) != BD_OK)
+            return give_up(cuda->options.comm || atomic_load(&cuda->lost), s, &fault, recorded,
+                           err);
+        if ((s = cuda_ranks_agree(cuda, recorded, err)) != BD_OK) return s;
+        s = record_bucket(cuda, b, bucket, forward, ctx, count, &fault);
+        if (s != BD_OK) s = give_up(atomic_load(&cuda->lost), s, &fault, recorded, err);
         if (s != BD_OK) return s;
     }
-    return BD_OK;
+    return cuda_ranks_agree(cuda, recorded, err);
 }
 
 bd_status cuda_record(bd_backend *backend, bd_backend_forward forward, void *ctx, bd_error *err) {
@@ -181,29 +221,28 @@ bd_status cuda_record(bd_backend *backend, bd_backend_forward forward, void *ctx
     uint32_t count = 0;
     const uint64_t start_us = bd_now_us();
     bd_status s = cuda_check(cuda, cudaSetDevice(cuda->device), "device", err);
+    if (s != BD_OK) return s;
     cuda->padded = calloc(1, sizeof *cuda->padded);
     /* Set last: until then steps are launched as they are. */
     cuda_graph(*graphs)[CUDA_GRAPH_VARIANTS + 1] = calloc(CUDA_GRAPH_BUCKETS, sizeof *graphs);
-    if (!cuda->padded || !graphs || !blank_make(cuda, &b)) {
-        free(graphs);
-        if (s == BD_OK) s = bd_fail(err, BD_E_MEMORY, "graphs", "out of memory");
-    } else if (s == BD_OK) {
+    bool recorded = cuda->padded && graphs && blank_make(cuda, &b);
+    if (recorded) {
         cuda->padded->spare_block = cuda->options.kv_block_count;
         cuda->graphs = graphs;
-        s = record_all(cuda, &b, forward, ctx, &count, err);
-    } else
+    } else {
         free(graphs);
+        (void)bd_fail(&fault, BD_E_MEMORY, "graphs", "out of memory");
+        bd_log_error("cuda", "steps are launched without recordings", &fault);
+    }
+    s = record_all(cuda, &b, forward, ctx, &count, &recorded, err);
     free(b.blocks);
     free(b.linears);
-    if (s != BD_OK && !atomic_load(&cuda->lost)) { /* slower, not wrong */
-        bd_log_error("cuda", "steps are launched without recordings", err);
+    if (s == BD_OK && recorded)
+        bd_log(BD_LOG_INFO, "cuda", "recorded steps=%u ms=%llu", count,
+               (unsigned long long)((bd_now_us() - start_us) / 1000u));
+    else
         cuda_graphs_close(cuda);
-        return BD_OK;
-    }
-    if (s != BD_OK) return s;
-    bd_log(BD_LOG_INFO, "cuda", "recorded steps=%u ms=%llu", count,
-           (unsigned long long)((bd_now_us() - start_us) / 1000u));
-    return BD_OK;
+    return s;
 }
 
 void cuda_graphs_close(bd_cuda *cuda) {

@@ -30,10 +30,18 @@ void cuda_shape_from(const bd_model_config *config, cuda_shape *out) {
 }
 
 bd_status cuda_supports(const bd_backend_options *options, bd_error *err) {
-    const bd_model_config *config = options->config;
-    if (options->rank_count != 1)
+    if (options->rank_count > CUDA_RANKS_MAX)
         return bd_fail(err, BD_E_UNSUPPORTED, "tensor_parallel",
                        "the CUDA backend runs on one GPU, %u were asked for", options->rank_count);
+    return cuda_supports_ranks(options, err);
+}
+
+bd_status cuda_supports_ranks(const bd_backend_options *options, bd_error *err) {
+    const bd_model_config *config = options->config;
+    if (options->rank_count > BD_COMM_RANKS_MAX || options->rank >= options->rank_count)
+        return bd_fail(err, BD_E_UNSUPPORTED, "tensor_parallel",
+                       "rank %u of %u: the CUDA backend takes 1 to %u ranks", options->rank,
+                       options->rank_count, BD_COMM_RANKS_MAX);
     if (options->extra_vocab_max > 0)
         return bd_fail(err, BD_E_UNSUPPORTED, "extra_vocab_max",
                        "the CUDA backend has no room for added vocabulary");
@@ -114,13 +122,16 @@ static void workspace_carve(bd_cuda *cuda, const cuda_shape *shape, const bd_bac
 #undef CARVE
 }
 
-static void logits_carve(bd_cuda *cuda, const cuda_shape *shape, const bd_backend_options *o,
-                         carve_fn carve, void *ctx) {
+static void logits_carve(bd_cuda *cuda, const bd_backend_options *o, carve_fn carve, void *ctx) {
     void *unused;
-    carve(ctx, cuda ? (void **)&cuda->logits : &unused,
-          (size_t)o->logits_rows_max * shape->vocab * 4);
+    const size_t rows = o->logits_rows_max, total = bd_vocab_total(o), each = bd_vocab_each(o);
+    carve(ctx, cuda ? (void **)&cuda->logits : &unused, rows * total * 4);
+    /* The sampling's, and before it what the ranks gather, of which the last has columns to spare.
+     */
     carve(ctx, cuda ? (void **)&cuda->scratch : &unused,
-          (size_t)CUDA_SAMPLE_ROWS * shape->vocab * 8);
+          (size_t)CUDA_SAMPLE_ROWS * (total + BD_COMM_RANKS_MAX) * 8);
+    if (o->rank_count > 1)
+        carve(ctx, cuda ? (void **)&cuda->logits_part : &unused, rows * each * 4);
 }
 
 static void carve_count(void *ctx, void **slot, size_t bytes) {
@@ -146,19 +157,18 @@ bd_status cuda_plan(const bd_backend_options *o, bd_memory_plan *plan, bd_error 
     *plan = (bd_memory_plan){0};
     weights_carve(NULL, &shape, o->config, carve_count, &plan->weights);
     workspace_carve(NULL, &shape, o, carve_count, &plan->workspace);
-    logits_carve(NULL, &shape, o, carve_count, &plan->logits);
+    logits_carve(NULL, o, carve_count, &plan->logits);
     plan->kv = (uint64_t)kv_layer_elements(o, &shape) * shape.layers * 2;
     plan->deltas = o->delta_bytes;
     plan->total = plan->weights + plan->workspace + plan->logits + plan->kv + plan->deltas;
     size_t available = 0, all = 0;
+    const uint64_t kept = CUDA_CONTEXT_BYTES + (o->rank_count > 1 ? CUDA_RANKS_BYTES : 0);
     /* Nothing left is not the 0 of "unknown". */
-    plan->available = o->device_bytes > CUDA_CONTEXT_BYTES ? o->device_bytes - CUDA_CONTEXT_BYTES
-                      : o->device_bytes                    ? 1
-                                                           : 0;
+    plan->available = o->device_bytes > kept ? o->device_bytes - kept : o->device_bytes ? 1 : 0;
     if (o->device_bytes) return BD_OK;
     if (cudaSetDevice((int)o->device_index) == cudaSuccess &&
         cudaMemGetInfo(&available, &all) == cudaSuccess)
-        plan->available = available > CUDA_CONTEXT_BYTES ? available - CUDA_CONTEXT_BYTES : 0;
+        plan->available = available > kept ? available - kept : 0;
     (void)cudaGetLastError();
     return BD_OK;
 }
@@ -183,7 +193,7 @@ static bd_status arenas_open(bd_cuda *cuda, bd_error *err) {
     if (cuda->config->tied) cuda->head = cuda->embed;
     at = cuda->workspace;
     workspace_carve(cuda, &cuda->shape, &cuda->options, carve_take, &at);
-    logits_carve(cuda, &cuda->shape, &cuda->options, carve_take, &at);
+    logits_carve(cuda, &cuda->options, carve_take, &at);
     /* Norms and biases that the model lacks stay zero; everything else is written before it is
      * read. */
     s = cuda_check(cuda, cudaMemset(cuda->overflow, 0, sizeof *cuda->overflow), "workspace", err);
@@ -235,8 +245,11 @@ static void log_kernels(bd_cuda *cuda) {
 
 bd_status cuda_open(const bd_backend_options *options, bd_backend **out, bd_error *err) {
     *out = NULL;
-    bd_status s = cuda_supports(options, err);
+    bd_status s = cuda_supports_ranks(options, err);
     if (s != BD_OK) return s;
+    if (options->rank_count > 1 && !options->comm)
+        return bd_fail(err, BD_E_UNSUPPORTED, "tensor_parallel",
+                       "one of %u ranks needs a way to the others", options->rank_count);
     bd_cuda *cuda = calloc(1, sizeof *cuda);
     if (!cuda) return bd_fail(err, BD_E_MEMORY, "cuda", "out of memory");
     cuda->base.ops = bd_backend_cuda_ops();
@@ -246,6 +259,7 @@ bd_status cuda_open(const bd_backend_options *options, bd_backend **out, bd_erro
     cuda->fp16 = options->dtype == BD_DTYPE_F16;
     cuda_shape_from(options->config, &cuda->shape);
     cuda->kv_layer_elements = kv_layer_elements(options, &cuda->shape);
+    cuda->vocab_total = bd_vocab_total(options);
     const uint32_t layers = cuda->shape.layers;
     cuda->linears = calloc(layers, sizeof *cuda->linears);
     cuda->biases = calloc(layers, sizeof *cuda->biases);
@@ -260,6 +274,7 @@ bd_status cuda_open(const bd_backend_options *options, bd_backend **out, bd_erro
     if ((s = streams_open(cuda, err)) != BD_OK) goto fail;
     cuda_fast_open(cuda);
     cuda_attention_open(cuda);
+    cuda_ranks_open(cuda);
     log_kernels(cuda);
     *out = &cuda->base;
     return BD_OK;
@@ -271,6 +286,7 @@ fail:
 void cuda_close(bd_backend *backend) {
     if (!backend) return;
     bd_cuda *cuda = cuda_of(backend);
+    (void)cudaSetDevice(cuda->device);
     if (cuda->stream) cudaStreamSynchronize(cuda->stream);
     if (cuda->copy) cudaStreamSynchronize(cuda->copy);
     cuda_staging_close(&cuda->delta_staging);
@@ -394,6 +410,8 @@ static bd_status upload(bd_cuda *cuda, void *dst, const bd_weight_view *view, bo
 bd_status cuda_weight_put(bd_backend *backend, bd_weight_id id, const bd_weight_view *view,
                           bd_error *err) {
     bd_cuda *cuda = cuda_of(backend);
+    const bd_status s = cuda_check(cuda, cudaSetDevice(cuda->device), "device", err);
+    if (s != BD_OK) return s;
     switch (id.kind) {
     case BD_WEIGHT_EMBED:
         return upload(cuda, cuda->embed, view, true, err);
@@ -426,9 +444,11 @@ bd_status cuda_rope_table_put(bd_backend *backend, uint32_t table, const float *
             host[((size_t)p * half + i) * 2] = cosf(phase) * scale;
             host[((size_t)p * half + i) * 2 + 1] = sinf(phase) * scale;
         }
-    bd_status s = cuda_check(
-        cuda, cudaMemcpy(cuda->rope + table * count, host, count * 4, cudaMemcpyHostToDevice),
-        "rope table", err);
+    bd_status s = cuda_check(cuda, cudaSetDevice(cuda->device), "device", err);
+    if (s == BD_OK)
+        s = cuda_check(
+            cuda, cudaMemcpy(cuda->rope + table * count, host, count * 4, cudaMemcpyHostToDevice),
+            "rope table", err);
     free(host);
     return s;
 }

@@ -21,9 +21,14 @@ bd_status cuda_embed(bd_backend *backend, const bd_step *step, bd_error *err) {
                                .hidden = (int32_t)cuda->shape.hidden,
                                .block_rows = (int32_t)cuda->step.block_rows,
                                .overlay_count = (int32_t)cuda->step.overlay_count,
+                               .first = (int32_t)cuda->options.vocab_first,
+                               .vocab = (int32_t)cuda->shape.vocab,
                                .scale = cuda->config->embed_scale,
                                .fp16 = cuda->fp16};
-    return cuda_check(cuda, k_embed(&args, cuda->stream), "embedding", err);
+    const bd_status s = cuda_check(cuda, k_embed(&args, cuda->stream), "embedding", err);
+    if (s != BD_OK || !cuda->options.comm) return s;
+    const uint64_t count = (uint64_t)step->row_count * cuda->shape.hidden;
+    return cuda_ranks_sum(cuda, cuda->residual, count, BD_COMM_F32, err);
 }
 
 bd_status cuda_norm_residual(bd_backend *backend, const bd_step *step, uint32_t layer, bd_norm kind,
@@ -31,23 +36,28 @@ bd_status cuda_norm_residual(bd_backend *backend, const bd_step *step, uint32_t 
     bd_cuda *cuda = cuda_of(backend);
     if (cuda->replay) return BD_OK;
     const bool with_post = add && post != BD_NORM_COUNT;
-    const k_norm_args args = {.residual = cuda->residual,
-                              .proj = cuda->proj,
-                              .proj_half = cuda->proj_half,
-                              .normed = cuda->normed,
-                              .gamma = cuda->norms[layer][kind],
-                              .post_gamma = with_post ? cuda->norms[post_layer][post] : NULL,
-                              .gammas = cuda_norm_table(cuda, layer, kind),
-                              .post_gammas =
-                                  with_post ? cuda_norm_table(cuda, post_layer, post) : NULL,
-                              .row_overlay = cuda->step.row_overlay,
-                              .rows = (int32_t)step->row_count,
-                              .width = (int32_t)cuda->shape.hidden,
-                              .add = add,
-                              .plus_one = cuda->config->norm_plus_one,
-                              .eps = cuda->config->norm_eps,
-                              .fp16 = cuda->fp16,
-                              .overlap = cuda->fast.usable};
+    k_norm_args args = {.residual = cuda->residual,
+                        .proj = cuda->proj,
+                        .proj_half = cuda->proj_half,
+                        .normed = cuda->normed,
+                        .gamma = cuda->norms[layer][kind],
+                        .post_gamma = with_post ? cuda->norms[post_layer][post] : NULL,
+                        .gammas = cuda_norm_table(cuda, layer, kind),
+                        .post_gammas = with_post ? cuda_norm_table(cuda, post_layer, post) : NULL,
+                        .row_overlay = cuda->step.row_overlay,
+                        .rows = (int32_t)step->row_count,
+                        .width = (int32_t)cuda->shape.hidden,
+                        .add = add,
+                        .plus_one = cuda->config->norm_plus_one,
+                        .eps = cuda->config->norm_eps,
+                        .fp16 = cuda->fp16,
+                        .overlap = cuda->fast.usable};
+    if (add && cuda->proj_partial) {
+        bool done;
+        cuda->proj_partial = false;
+        const bd_status s = cuda_ranks_norm(cuda, &args, &done, err);
+        if (s != BD_OK || done) return s;
+    }
     return cuda_check(cuda, k_norm_residual(&args, cuda->stream), "norm", err);
 }
 
@@ -135,7 +145,10 @@ bd_status cuda_linear(bd_backend *backend, const bd_step *step, uint32_t layer, 
         fast ? cuda_fast_linear(cuda, layer, group, err) : plain_linear(cuda, layer, group, err);
     if (s != BD_OK) return s;
     if (group == BD_GROUP_QKV) cuda->qkv_half = fast;
-    if (group == BD_GROUP_O || group == BD_GROUP_DOWN) cuda->proj_half = fast;
+    if (group == BD_GROUP_O || group == BD_GROUP_DOWN) {
+        cuda->proj_half = fast;
+        cuda->proj_partial = cuda->options.comm != NULL; /* summed by whoever reads it */
+    }
     return group == BD_GROUP_GATE_UP ? activate(cuda, step, fast, err) : BD_OK;
 }
 
@@ -144,6 +157,7 @@ bd_status cuda_head(bd_backend *backend, const bd_step *step, bd_error *err) {
     if (cuda->replay) return BD_OK;
     const cuda_step *d = &cuda->step;
     const uint32_t hidden = cuda->shape.hidden, vocab = cuda->shape.vocab;
+    float *logits = cuda->options.comm ? cuda->logits_part : cuda->logits;
     bd_status s =
         cuda_check(cuda,
                    k_gather_rows(cuda->head_in, cuda->normed, d->logits_rows,
@@ -155,7 +169,7 @@ bd_status cuda_head(bd_backend *backend, const bd_step *step, bd_error *err) {
         const k_linear_args args = {
             .x = cuda->head_in,
             .w = cuda->head + (size_t)first * hidden,
-            .y = cuda->logits + first,
+            .y = logits + first,
             .overlays =
                 linear_table(cuda, cuda->shape.layers * BD_LINEAR_COUNT + d->block_count + b),
             .tiles = d->logits_tiles,
@@ -165,7 +179,7 @@ bd_status cuda_head(bd_backend *backend, const bd_step *step, bd_error *err) {
             .tile_rows_max = (int32_t)d->logits_tile_rows_max,
             .n = (int32_t)n,
             .k = (int32_t)hidden,
-            .y_stride = (int32_t)vocab,
+            .y_stride = (int32_t)bd_vocab_each(&cuda->options),
             .planes_max = (int32_t)d->planes_max,
             .fp16 = cuda->fp16};
         s = cuda_check(cuda, k_linear_plain(&args, cuda->stream), "head", err);
@@ -177,16 +191,19 @@ bd_status cuda_sample(bd_backend *backend, const bd_step *step, bd_error *err) {
     bd_cuda *cuda = cuda_of(backend);
     if (cuda->replay)
         return cuda_check(cuda, cudaGraphLaunch(cuda->replay->exec, cuda->stream), "step", err);
-    const uint32_t vocab = cuda->shape.vocab;
+    const uint32_t vocab = cuda->vocab_total;
     for (uint32_t row = 0; row < step->logits_row_count; row += CUDA_SAMPLE_ROWS) {
         const uint32_t count = step->logits_row_count - row < CUDA_SAMPLE_ROWS
                                    ? step->logits_row_count - row
                                    : CUDA_SAMPLE_ROWS;
+        /* Then every rank samples as one would, from the same numbers. */
+        bd_status s = cuda->options.comm ? cuda_ranks_logits(cuda, row, count, err) : BD_OK;
+        if (s != BD_OK) return s;
         const cudaError_t error =
             k_sample(cuda->logits + (size_t)row * vocab, cuda->scratch,
                      cuda->step.sample_rows + row, cuda->step.edits, cuda->results + row,
                      (int32_t)count, (int32_t)vocab, cuda->config->logit_softcap, cuda->stream);
-        const bd_status s = cuda_check(cuda, error, "sampling", err);
+        s = cuda_check(cuda, error, "sampling", err);
         if (s != BD_OK) return s;
     }
     return BD_OK;

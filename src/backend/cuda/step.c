@@ -1,6 +1,7 @@
 /* step.c - a step's tables: laid out in pinned memory, copied to the device in one piece before the
  * first kernel; results back. Layout depends only on the step, so the device addresses are known
  * while the host copy is being filled. */
+#include <math.h>
 #include <string.h>
 #include <time.h>
 
@@ -138,8 +139,8 @@ static void sample_row_fill(k_sample_row *out, const bd_cuda *cuda, const bd_ste
     *out = (k_sample_row){
         .target = row->target,
         .top_count = row->top_count,
-        .vocab = (int32_t)(overlay && overlay->vocab < cuda->shape.vocab ? overlay->vocab
-                                                                         : cuda->shape.vocab),
+        .vocab = (int32_t)(overlay && overlay->vocab < cuda->vocab_total ? overlay->vocab
+                                                                         : cuda->vocab_total),
         .top_k = p->top_k,
         .temperature = p->temperature,
         .top_p = p->top_p,
@@ -258,7 +259,7 @@ bd_status cuda_tables_fill(bd_cuda *cuda, const bd_step *step, bool fixed, bd_er
     memset(&cuda->step, 0, sizeof cuda->step);
     memset(&cuda->fast_step, 0, sizeof cuda->fast_step);
     memset(&cuda->attention_step, 0, sizeof cuda->attention_step);
-    cuda->qkv_half = cuda->proj_half = false;
+    cuda->qkv_half = cuda->proj_half = cuda->proj_partial = false;
     if (rows_fill(cuda, step, fixed) && seqs_fill(cuda, step) && logits_fill(cuda, step, fixed) &&
         overlays_fill(cuda, step) && cuda_fast_step_fill(cuda, step) &&
         cuda_attention_fill(cuda, step, fixed) && blocks_fill(cuda, step))
@@ -286,6 +287,28 @@ bd_status cuda_step_begin(bd_backend *backend, const bd_step *step, bd_error *er
                       "step tables", err);
 }
 
+/* Polled, not synchronised: a hung kernel must not hang the thread. Short steps are spun for, long
+ * ones slept for. */
+bd_status cuda_stream_wait(bd_cuda *cuda, uint64_t deadline_us, bd_error *err) {
+    bd_status s = cuda_check(cuda, cudaEventRecord(cuda->step_done, cuda->stream), "step", err);
+    const uint64_t start = bd_now_us();
+    while (s == BD_OK) {
+        const cudaError_t error = cudaEventQuery(cuda->step_done);
+        if (error == cudaSuccess) break;
+        if (error != cudaErrorNotReady) return cuda_check(cuda, error, "step", err);
+        const uint64_t now = bd_now_us();
+        if (now >= deadline_us) {
+            atomic_store(&cuda->lost, true);
+            return bd_fail(err, BD_E_DEVICE, "step", "no answer from the GPU within the deadline");
+        }
+        if (now - start <= 300) continue;
+        if (cuda->options.comm) s = cuda_ranks_poll(cuda, err);
+        nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL);
+    }
+    /* A kernel that waited for another rank in vain has ended too. */
+    return s == BD_OK && cuda->options.comm ? cuda_ranks_poll(cuda, err) : s;
+}
+
 bd_status cuda_step_wait(bd_backend *backend, const bd_step *step, uint64_t deadline_us,
                          bd_token_result *results, bd_error *err) {
     bd_cuda *cuda = cuda_of(backend);
@@ -296,23 +319,8 @@ bd_status cuda_step_wait(bd_backend *backend, const bd_step *step, uint64_t dead
                        cudaMemcpyAsync(cuda->results_host, cuda->results, bytes,
                                        cudaMemcpyDeviceToHost, cuda->stream),
                        "results", err);
-    if (s == BD_OK)
-        s = cuda_check(cuda, cudaEventRecord(cuda->step_done, cuda->stream), "step", err);
+    if (s == BD_OK) s = cuda_stream_wait(cuda, deadline_us, err);
     if (s != BD_OK) return s;
-    /* Polled, not synchronised: a hung kernel must not hang the thread. Short steps are spun for,
-     * long ones slept for. */
-    const uint64_t start = bd_now_us();
-    for (;;) {
-        const cudaError_t error = cudaEventQuery(cuda->step_done);
-        if (error == cudaSuccess) break;
-        if (error != cudaErrorNotReady) return cuda_check(cuda, error, "step", err);
-        const uint64_t now = bd_now_us();
-        if (now >= deadline_us) {
-            atomic_store(&cuda->lost, true);
-            return bd_fail(err, BD_E_DEVICE, "step", "no answer from the GPU within the deadline");
-        }
-        if (now - start > 300) nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL);
-    }
     for (uint32_t i = 0; i < step->logits_row_count; i++) {
         const k_sample_result *from = &cuda->results_host[i];
         results[i] = (bd_token_result){.id = from->id,
@@ -328,8 +336,15 @@ bd_status cuda_step_wait(bd_backend *backend, const bd_step *step, uint64_t dead
 
 bd_status cuda_logits_get(bd_backend *backend, uint32_t index, float *out, bd_error *err) {
     bd_cuda *cuda = cuda_of(backend);
-    const size_t vocab = cuda->shape.vocab;
-    return cuda_check(
-        cuda, cudaMemcpy(out, cuda->logits + index * vocab, vocab * 4, cudaMemcpyDeviceToHost),
-        "logits", err);
+    const size_t vocab = cuda->shape.vocab, width = bd_logits_width(&cuda->options);
+    const float *row = cuda->logits + index * (size_t)cuda->vocab_total;
+    bd_status s = cuda_check(cuda, cudaSetDevice(cuda->device), "device", err);
+    if (s == BD_OK)
+        s = cuda_check(
+            cuda,
+            cudaMemcpy(out, row + cuda->options.vocab_first, vocab * 4, cudaMemcpyDeviceToHost),
+            "logits", err);
+    for (size_t i = vocab; i < width; i++)
+        out[i] = -INFINITY; /* a last rank has fewer */
+    return s;
 }
