@@ -79,7 +79,7 @@ class Server:
             body["model"] = model
         answer = self.post("/v1/completions", body)
         assert answer.status_code == 200, answer.text
-        return answer.json()
+        return strict_json(answer.content)
 
     def stream(self, prompt, model=None, **fields):
         """All data lines of a stream, [DONE] last."""
@@ -138,6 +138,18 @@ class Server:
         return status
 
 
+def strict_json(text):
+    """Parsed; no member is there twice, and no number is one that JSON has not."""
+    def members(pairs):
+        assert len({name for name, _ in pairs}) == len(pairs), [name for name, _ in pairs]
+        return dict(pairs)
+
+    def constant(name):
+        raise AssertionError(name)
+
+    return json.loads(text, object_pairs_hook=members, parse_constant=constant)
+
+
 def events_of(data):
     """The payloads of a server-sent event stream, whose form is checked byte by byte."""
     assert data.endswith(b"\n\n"), data[-200:]
@@ -146,7 +158,7 @@ def events_of(data):
         assert event.startswith(b"data: ") and b"\n" not in event and b"\r" not in event and event == event.rstrip(b" "), event
     texts = [event[6:].decode("utf-8") for event in events]
     assert texts[-1] == "[DONE]" and "[DONE]" not in texts[:-1]
-    return [json.loads(text) for text in texts[:-1]]
+    return [strict_json(text) for text in texts[:-1]]
 
 
 def start_server(*extra, deltas="demo/deltas", environment=None, ready=True, under=()):
@@ -197,7 +209,7 @@ def error_of(answer, status, code, param=None):
     """Checks an error answer's whole form; returns its message."""
     assert answer.status_code == status, (answer.status_code, answer.text)
     assert answer.headers["content-type"] == "application/json"
-    body = answer.json()
+    body = strict_json(answer.content)
     assert list(body) == ["error"] and sorted(body["error"]) == ["code", "message", "param", "type"], body
     error = body["error"]
     assert error["code"] == code and error["param"] == param, error

@@ -8,6 +8,7 @@ import sys
 import openai
 import pytest
 from conftest import BOS, CONTEXT, ROOT, Server, error_of, events_of, start_server
+from tokenizers import Tokenizer
 
 DATA = ROOT / "tests" / "data" / "chat"
 sys.path.insert(0, str(DATA))
@@ -108,7 +109,7 @@ def continued(factory, trims):
     if trims not in _continued:
         template = factory.mktemp("continued") / "t.jinja"
         shown = "m.content | trim" if trims else "m.content"
-        template.write_text("{% for m in messages %}<{{ m.role }}>{{ " + shown + " }}</{{ m.role }}>{% endfor %}"
+        template.write_text("{% if add_generation_prompt %}!{% endif %}{% for m in messages %}<{{ m.role }}>{{ " + shown + " }}</{{ m.role }}>{% endfor %}"
                             "{% if add_generation_prompt %}<assistant>{% endif %}")
         _continued[trims] = start_server("--chat-template", str(template), deltas=None)
     return _continued[trims]
@@ -134,6 +135,17 @@ def test_sdk(client):
         joined = b"".join(bytes(token.bytes) for token in choice.logprobs.content)
         assert choice.message.content.encode() in joined
     assert answer.usage.completion_tokens == sum(len(choice.logprobs.content) for choice in answer.choices)
+
+
+def test_true_bytes(client):
+    """Beyond ASCII, and of a token that is a part of a character."""
+    for text in ("é", "\U0001F600"):
+        ids = Tokenizer.from_file(str(ROOT / "demo/zen-mini/tokenizer.json")).encode(text, add_special_tokens=False).ids
+        answer = client.chat.completions.create(model="zen-mini", messages=USER, max_tokens=3, logit_bias={str(ids[0]): 100}, logprobs=True, top_logprobs=0)
+        for token in answer.choices[0].logprobs.content:
+            part = bytes(token.bytes)
+            assert part == text.encode() if len(ids) == 1 else text.encode().startswith(part) and 0 < len(part) < 4
+            assert token.token == part.decode(errors="replace")
 
 
 def test_sdk_stream(client):

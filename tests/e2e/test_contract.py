@@ -9,7 +9,7 @@ import time
 
 import pytest
 import requests
-from conftest import BASE, BOS, CONTEXT, ROOT, VOCAB, error_of, events_of, eventually, start_server
+from conftest import BASE, BOS, CONTEXT, ROOT, VARIANTS, VOCAB, error_of, events_of, eventually, start_server, strict_json
 from raw_http import Reader, chunked, request
 
 HERE = ROOT / "tests" / "e2e"
@@ -42,7 +42,7 @@ def send(server, data, path="/v1/completions", **headers):
 
 BROKEN = [b"", b"null", b"[]", b'"x"', b"5", b"true", b'{"prompt":"x"}xyz', b'{"prompt":"x"}{}', b'{"prompt":"x",}', b"{'prompt':'x'}",
           b'{"prompt":"x","a":NaN}', b'{"prompt":"x","a":Infinity}', b'{"prompt":"x","a":+1}', b'{"prompt":"x","a":.5}', b'{"prompt":"x","a":01}',
-          b'{"prompt":"x","a":1.}', b'{"prompt":"x","a":1e999}', b'{"prompt":"x"/*c*/}', b'{"prompt":"a\x01b"}', b'{"prompt":"a\0b"}',
+          b'{"prompt":"x","a":1.}', b'{"prompt":"x","a":1e999}', b'{"prompt":"x","a":-1.8e308}', b'{"prompt":"x"/*c*/}', b'{"prompt":"a\x01b"}', b'{"prompt":"a\0b"}',
           b'\x0b{"prompt":"x"}', b'{"prompt":"\\ud83d"}', b'{"prompt":"\\uX000"}', b'{"prompt":"\\ude00\\ud83d"}', b'{"prompt":"\xff"}',
           b'{"prompt":"\xc0\xaf"}', b'{"prompt":"\xed\xa0\x80"}', b'{"prompt":"\xf5\x80\x80\x80"}', b'{"prompt":"x","a":' + b"[" * 200 + b"]" * 200 + b"}",
           b'{"prompt":"x","a":' + b"[" * 10_000, b'{"prompt":"x","a":' + b'{"a":' * 10_000, b'{"prompt"', b'{"prompt":"x","\\u0000":1}']
@@ -58,7 +58,7 @@ def test_accepted_json(server):
     for data in (b'\xef\xbb\xbf{"prompt":"x","max_tokens":1}', b' \t\r\n{"prompt":"x","max_tokens":1.0} ', b'{"prompt":"x","max_tokens":1e0}',
                  b'{"prompt":"x","max_tokens":1,"a":' + b"[" * 60 + b"]" * 60 + b"}", b'{"prompt":"\\ud83d\\ude00","max_tokens":1}',
                  b'{"prompt":5,"prompt":"x","max_tokens":"y","max_tokens":1}', b'{"\\u0070rompt":"x","max_tokens":1,"Prompt":5,"PROMPT":5}',
-                 b'{"prompt":"x","max_tokens":1,"nobody":{"knows":[1,null]},"messages":7}'):
+                 b'{"prompt":"x","max_tokens":1,"nobody":{"knows":[1,null,1.7e308]},"messages":7}'):
         answer = send(server, data)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 1, data
     error_of(send(server, b'{"prompt":"x","prompt":5}'), 400, "invalid_type", "prompt")
@@ -81,6 +81,7 @@ NULLS = ["model", "max_tokens", "n", "best_of", "echo", "logprobs", "temperature
 def test_null_is_absent(server):
     answer = server.post("/v1/completions", {"prompt": "x"} | {name: None for name in NULLS} | {"temperature": 0}).json()
     assert answer["choices"] == server.complete("x")["choices"] and answer["usage"]["completion_tokens"] <= 16
+    assert server.complete("x", max_tokens=None, ignore_eos=True)["usage"]["completion_tokens"] == 16
     unused = {"user": 5, "metadata": {"a": [1]}, "store": "x", "service_tier": {}, "safety_identifier": 1, "prompt_cache_key": [], "max_completion_tokens": "x"}
     assert server.complete("x", **unused)["choices"] == answer["choices"]
 
@@ -172,6 +173,18 @@ def test_best_of(server):
             order = sorted(range(8), key=lambda k: (-round(mean[k], 6), k))
             wanted = [mine[k] | {"index": 3 * at + place} for place, k in enumerate(order[:3])]
             assert best["choices"][3 * at:3 * at + 3] == wanted
+    # Their lengths differ: what counts is the mean, not the sum. Any of these seeds may have the same best by both; some do not.
+    differ = 0
+    for seed in range(12):
+        uneven = {"temperature": 1.3, "seed": seed, "max_tokens": 30, "logprobs": 0, "stop": [" "]}
+        values = [c["logprobs"]["token_logprobs"] for c in server.complete("The old", n=6, **uneven)["choices"]]
+        mean = [sum(v) / len(v) for v in values]
+        wanted = sorted(mean, reverse=True)[:2]
+        best = server.complete("The old", n=2, best_of=6, **uneven)["choices"]
+        assert [sum(v) / len(v) for v in (c["logprobs"]["token_logprobs"] for c in best)] == pytest.approx(wanted, abs=1e-6)
+        differ += max(values, key=sum) != max(values, key=lambda v: sum(v) / len(v))
+    assert differ > 0
+    assert len(server.complete("x", n=25, best_of=25, max_tokens=1)["choices"]) == 25
     plain = server.complete("The old", n=1, best_of=8, **{k: v for k, v in fields.items() if k != "logprobs"})["choices"]
     assert plain[0]["logprobs"] is None and plain[0]["token_ids"] == server.complete("The old", best_of=8, **fields)["choices"][0]["token_ids"]
     assert server.complete("x", max_tokens=0, best_of=4, n=2)["usage"]["completion_tokens"] == 0
@@ -187,13 +200,16 @@ def test_messages_are_short_and_valid(server):
         message = answer.json()["error"]["message"]
         assert 400 <= answer.status_code < 500 and len(message) < 500 and "429" not in message and "rate limit" not in message.lower()
         assert "/home" not in message and ".c:" not in message and "0x" not in message
+    for name, shown in (("a\0b", "a\ufffdb"), ("\U0001F600" * 30, "\U0001F600" * 25), ("xyz" + "\u00e9" * 90, "xyz" + "\u00e9" * 48)):
+        assert f"'{shown}'" in error_of(server.post("/v1/completions", {"prompt": "x", "model": name}), 404, "model_not_found", "model")
 
 
 def test_codes_are_strings(server):
-    for answer in (server.get("/nope"), server.post("/v1/models", {}), server.post("/v1/completions", {}), server.get("/v1/models/none")):
-        error = answer.json()["error"]
-        assert isinstance(error["code"], str) and error["param"] is None or isinstance(error["param"], str)
-        assert answer.headers["content-type"] == "application/json" and "x-request-id" in answer.headers
+    for answer, status, code, param in ((server.get("/nope"), 404, "unknown_url", None), (server.post("/v1/models", {}), 405, "method_not_allowed", None),
+                                        (server.post("/v1/completions", {}), 400, "missing_required_parameter", "prompt"),
+                                        (server.get("/v1/models/none"), 404, "model_not_found", "model"), (send(server, b"{"), 400, "invalid_json", None)):
+        error_of(answer, status, code, param)
+        assert "x-request-id" in answer.headers
 
 
 def test_order_of_checks_to_the_end(launch):
@@ -298,9 +314,18 @@ def test_a_slow_reader_is_counted(launch):
     raw = socket.socket()
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     raw.connect(("127.0.0.1", server.port))
-    raw.sendall(request(body={"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True, "n": 8, "logprobs": 20}))
+    raw.sendall(request(body={"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True, "n": 8, "logprobs": 20,
+                              "stream_options": {"include_usage": True}}))
     eventually(lambda: limited(server, "stream_bytes") == 1, seconds=60, what="lost stream")
+    # What was made before comes, then the error, [DONE] and the end of the connection; no usage.
+    raw.settimeout(60)
+    data = b""
+    while piece := raw.recv(65536):
+        data += piece
     raw.close()
+    last = [line for line in data.split(b"\r\n") if line.startswith(b"data: ")][-3:]
+    assert last[2] == b"data: [DONE]\n\n" and json.loads(last[1][6:])["error"]["code"] == "request_timeout" and b'"usage":null' in last[0]
+    assert b'"usage":{' not in data
 
 
 def test_idle_connections_are_closed(launch):
@@ -311,15 +336,49 @@ def test_idle_connections_are_closed(launch):
     assert raw.recv(100) == b""
 
 
+def test_waiting_for_generation_has_no_limit(launch):
+    """A request that came in time may wait longer than heads, bodies and idle connections may take."""
+    server = launch("--request-header-seconds", "1", "--request-body-seconds", "1", "--idle-seconds", "1", "--max-seqs", "1")
+    holder, waits = server.connect(), server.connect(seconds=60)
+    long = {"prompt": "a", "ignore_eos": True}
+    holder.sendall(request(body=long | {"max_tokens": 2000, "stream": True, "n": 50}))
+    reader = Reader(holder)
+    reader.head()
+    waits.sendall(request(body=long | {"max_tokens": 2}))
+    until = time.monotonic() + 4
+    while time.monotonic() < until:
+        reader.chunk()
+    assert server.metric("vllm:num_requests_waiting") >= 1
+    holder.close()
+    assert Reader(waits).answer().status == 200
+
+
 def test_stream_comments(launch):
-    """Only if wanted: a stream that waits behind others is commented, never inside an event."""
-    server = launch("--stream-comment-seconds", "1", "--max-seqs", "1", deltas=None)
-    body = {"prompt": "a", "max_tokens": 2, "stream": True, "ignore_eos": True}
-    raw = server.connect()
-    raw.sendall(request(body=body))
-    answer = Reader(raw).answer().body
-    events = [e for e in answer.split(b"\n\n") if not e.startswith(b":")]
-    assert len(events_of(b"\n\n".join(events))) == 2
+    """A stream that waits behind others is commented, each comment by itself. One place: between the two choices of the stream the variants have
+    their turns, of thousands of steps until it was commented."""
+    server = launch("--stream-comment-seconds", "1", "--max-seqs", "1")
+    plug, raw, others = server.connect(), server.connect(), [server.connect() for _ in VARIANTS[:6]]
+    for model in VARIANTS[:6]:
+        server.complete("a", model, max_tokens=1)  # resident from now on
+    long = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True}
+    plug.sendall(request(body=long | {"stream": True}))
+    Reader(plug).head()
+    raw.sendall(request(body={"prompt": "a", "max_tokens": 2, "stream": True, "ignore_eos": True, "n": 2}))
+    eventually(lambda: server.metric("vllm:num_requests_waiting") == 2, what="the stream in the queue")
+    for other, model in zip(others, VARIANTS):
+        other.sendall(request(body=long | {"model": model}))
+    eventually(lambda: server.metric("vllm:num_requests_waiting") == 2 + len(others), what="the others in the queue")
+    plug.close()
+    reader, comments, events = Reader(raw), [], b""
+    reader.head()
+    while piece := reader.chunk():
+        if piece.startswith(b"data: "):
+            events += piece
+            continue
+        comments.append(piece)
+        for other in others:
+            other.close()
+    assert set(comments) == {b": keep-alive\n\n"} and len(events_of(events)) == 4
 
 
 def test_metric_samples(server):
@@ -358,7 +417,7 @@ def test_chunked_and_declared_bodies_agree(server):
 
 def test_tokenizer_info(server):
     """What the directory says, with the tokens as texts; the harness's own probe takes it."""
-    info = server.get("/tokenizer_info").json()
+    info = strict_json(server.get("/tokenizer_info").content)
     own = json.loads((ROOT / "demo/zen-mini/tokenizer_config.json").read_text())
     texts = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template", "tokenizer_class")
     assert {k: v for k, v in info.items() if k not in texts} == {k: v for k, v in own.items() if k not in texts}

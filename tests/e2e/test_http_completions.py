@@ -94,7 +94,9 @@ def test_prompt_logprobs_field(server):
             assert math.isclose(entry[str(number)]["logprob"], logprob, abs_tol=CLOSE) and entry[str(number)]["rank"] == rank
             assert entry[str(number)]["decoded_token"] == decode([number], skip=False)
         if actual not in place["ids"][:3]:
-            assert entry[str(actual)]["rank"] > 3 and len(entry) == 4
+            rank = place["ids"].index(actual) + 1 if actual in place["ids"] else None
+            assert entry[str(actual)]["rank"] == rank or rank is None and entry[str(actual)]["rank"] > len(place["ids"])
+            assert len(entry) == 4
     assert len(server.complete([BOS], max_tokens=1, prompt_logprobs=0)["choices"][0]["prompt_logprobs"]) == 1
 
 
@@ -271,6 +273,12 @@ def test_stop_edge_cases(server):
     assert ask(max_tokens=2, stop=decode(ids[:2]) + "\u0416")["text"] == decode(ids[:2])
     late = ask(max_tokens=30, stop=text[:2], min_tokens=5)
     assert len(late["token_ids"]) > 5
+    # Two that begin at one place and are both there with one token: the longer is the reason, wherever it stands in the list.
+    texts = [decode(ids[:i]) for i in range(len(ids) + 1)]
+    both = [(b[at:at + 1], b[at:at + 2]) for a, b in zip(texts, texts[1:]) for at in range(len(a), len(b) - 1) if b[at] not in b[:at] and "\ufffd" not in b]
+    assert both
+    for pair in both:
+        assert {ask(max_tokens=30, stop=stops)["stop_reason"] for stops in (list(pair), list(reversed(pair)))} == {pair[1]}
     by_id = ask(max_tokens=30, stop_token_ids=[ids[4]])
     at = ids.index(ids[4])
     assert by_id["token_ids"] == ids[:at + 1] and by_id["stop_reason"] == ids[4] and by_id["finish_reason"] == "stop"
@@ -312,7 +320,7 @@ def test_seeds(server):
 def test_sampling_fields(server):
     greedy = server.complete("Once upon", max_tokens=12)["choices"][0]["text"]
     for fields in ({"temperature": 1e-9}, {"temperature": 1, "top_k": 1}, {"temperature": 1, "top_p": 0}, {"temperature": 2, "top_p": 1e-9},
-                   {"temperature": 1, "min_p": 1}, {"temperature": 1e-4}):
+                   {"temperature": 1, "min_p": 1}, {"temperature": 1e-4}, {"temperature": 1e-38}, {"temperature": 1e-42}, {"temperature": 5e-324}):
         assert server.complete("Once upon", max_tokens=12, seed=1, **fields)["choices"][0]["text"] == greedy, fields
     ids = server.complete("Once upon", max_tokens=12, return_token_ids=True)["choices"][0]["token_ids"]
     banned = server.complete("Once upon", max_tokens=12, return_token_ids=True, logit_bias={str(ids[0]): -100, str(ids[1]): -1000})["choices"][0]
@@ -328,6 +336,32 @@ def test_sampling_fields(server):
     loose = server.complete("a a a a", max_tokens=20, ignore_eos=True, return_token_ids=True)
     assert len(set(apart["choices"][0]["token_ids"])) > len(set(loose["choices"][0]["token_ids"]))
     assert server.complete("a a a a", max_tokens=8, repetition_penalty=1.0)["choices"] == server.complete("a a a a", max_tokens=8)["choices"]
+
+
+def test_penalties_and_biases_add_up(server):
+    """Log-probabilities are those before penalties and biases, so that the choice can be followed: of the 20 most likely tokens and the biased ones
+    the greedy one has the greatest sum, counting what was generated, not the prompt."""
+    seed = time.time_ns()
+    print("seed", seed)
+    rng = random.Random(seed)
+    for _ in range(6):
+        presence, frequency = (rng.choice([-2, -0.7, 0, 0.3, 1, 2]) for _ in range(2))
+        bias = {i: rng.uniform(-3, 3) for i in rng.sample(range(200, VOCAB - 200), 5)}
+        choice = server.complete("a a a a b a a b", max_tokens=40, logprobs=20, ignore_eos=True, return_token_ids=True, return_tokens_as_token_ids=True,
+                                 presence_penalty=presence, frequency_penalty=frequency, logit_bias={str(k): v for k, v in bias.items()})["choices"][0]
+        counts = {}
+        for token, top in zip(choice["token_ids"], choice["logprobs"]["top_logprobs"], strict=True):
+            value = {int(key.split(":")[1]): v for key, v in top.items()}
+            total = {i: v + bias.get(i, 0) - (presence if i in counts else 0) - frequency * counts.get(i, 0) for i, v in value.items()}
+            assert total[token] >= max(total.values()) - 1e-3, (presence, frequency, counts, token, total)
+            counts[token] = counts.get(token, 0) + 1
+    # Beyond 100 is 100: of two tokens with that bias the likelier one is chosen.
+    first, second = sorted(server.complete("Once", max_tokens=1, logprobs=2, return_tokens_as_token_ids=True)["choices"][0]["logprobs"]["top_logprobs"][0].items(),
+                           key=lambda item: -item[1])[:2]
+    assert first[1] > second[1] + 1e-3
+    numbers = [one[0].split(":")[1] for one in (first, second)]
+    answer = server.complete("Once", max_tokens=1, return_token_ids=True, logit_bias={numbers[0]: 100, numbers[1]: 1e9})
+    assert answer["choices"][0]["token_ids"] == [int(numbers[0])]
 
 
 # ---- streams ----
@@ -357,16 +391,20 @@ def test_streams_equal_the_whole(server, flags, usage):
     for key in ("id", "created", "model", "object"):
         assert len({json.dumps(event[key]) for event in events}) == 1
     assert events[0]["object"] == "text_completion" and events[0]["model"] == "zen-mini-writer"
-    tokens = {}
+    tokens, prompts = {}, {}
     for event in events:
         assert len(event["choices"]) == 1 and ("usage" in event) == include
         index = event["choices"][0]["index"]
         tokens[index] = tokens.get(index, 0) + 1
+        for name in ("prompt_token_ids", "prompt_logprobs"):
+            assert (name in event["choices"][0]) == (name in whole["choices"][index] and tokens[index] == 1)
         if include and not running:
             assert event["usage"] is None
         if running:
             assert event["usage"]["completion_tokens"] == (tokens[index] if fields["max_tokens"] else 0)
             assert event["usage"]["total_tokens"] == event["usage"]["prompt_tokens"] + event["usage"]["completion_tokens"]
+            prompts[index // fields.get("n", 1)] = event["usage"]["prompt_tokens"]  # those of the choice's own prompt
+    assert not running or sum(prompts.values()) == whole["usage"]["prompt_tokens"]
     assert [merge(events, i) for i in range(len(whole["choices"]))] == whole["choices"]
     if fields["max_tokens"]:
         assert sum(tokens.values()) == whole["usage"]["completion_tokens"]  # one chunk per token

@@ -177,7 +177,7 @@ def test_content_types(server):
 def test_keys(launch):
     server = launch("--api-key", "alpha", "--api-key", "beta-2", "--admin-key", "root")
     good = {"Authorization": "Bearer alpha"}
-    guarded = [("GET", "/v1/models"), ("GET", f"/v1/models/{BASE}"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"),
+    guarded = [("GET", "/v1/models"), ("GET", f"/v1/models/{BASE}"), ("GET", "/tokenizer_info"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"),
                ("POST", "/tokenize"), ("POST", "/detokenize")]
     for method, path in guarded:
         for header in (None, "", "alpha", "Basic alpha", "Bearer", "Bearer ", "Bearer alph", "Bearer alphaa", "Bearer Alpha", "Bearer root"):
@@ -191,7 +191,7 @@ def test_keys(launch):
     error_of(requests.get(server.url + "/v1/nope"), 404, "unknown_url")
     error_of(requests.put(server.url + "/v1/models"), 405, "method_not_allowed")
     error_of(requests.get(server.url + "/v1/models/nope", headers=good), 404, "model_not_found", "model")
-    for path in ("/health", "/ping", "/version", "/metrics"):
+    for path in ("/health", "/ping", "/version", "/metrics", "/openapi.json"):
         assert requests.get(server.url + path).status_code == 200
     error_of(requests.get(server.admin_url + "/admin/variants", headers=good), 401, "invalid_api_key")
     assert requests.get(server.admin_url + "/admin/variants", headers={"Authorization": "Bearer root"}).status_code == 200

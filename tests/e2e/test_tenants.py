@@ -4,6 +4,7 @@ hold during a test come back too slowly to matter, those that must come back are
 import hashlib
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 import requests
 from conftest import BASE, BINARY, ROOT, VARIANTS, error_of, events_of, eventually
 from raw_http import Reader, request
+from variants_support import copy_variant
 
 C, SQL, MATH = "zen-mini-c", "zen-mini-sql", "zen-mini-math"
 KEYS = {name: f"key-of-{name}-9f3a" for name in ("alpha", "beta", "gamma", "delta")}
@@ -93,7 +95,7 @@ def shared(home):
     """Three tenants without limits: some variants and the base, all, and one variant without the base."""
     from conftest import start_server
 
-    path = write(home / "shared.json", tenant("alpha", [BASE, C], weight=2), tenant("beta"), tenant("gamma", [SQL], priority_min=-5), tenant("delta", priority_min=2))
+    path = write(home / "shared.json", tenant("alpha", [C, BASE], weight=2), tenant("beta"), tenant("gamma", [SQL], priority_min=-5), tenant("delta", priority_min=2))
     running = start_server("--tenants", str(path))
     yield running
     assert running.stop() == 0, "\n".join(running.lines[-40:])
@@ -105,8 +107,8 @@ def shared(home):
 
 GUARDED = [("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("HEAD", "/v1/models"), ("GET", f"/v1/models/{BASE}"),
            ("GET", "/v1/models/a%2Fb"), ("GET", "/v1/models/a/b"), ("GET", "/v1/models/%00"), ("GET", "//v1//models//"), ("GET", "/v1/models?key=x"),
-           ("GET", "http://x/v1/models"), ("POST", "/tokenize"), ("POST", "//tokenize/"), ("POST", "/detokenize")]
-OPEN = [("GET", "/health"), ("HEAD", "/health"), ("GET", "/ping"), ("POST", "/ping"), ("GET", "/version"), ("GET", "/metrics")]
+           ("GET", "http://x/v1/models"), ("POST", "/tokenize"), ("POST", "//tokenize/"), ("POST", "/detokenize"), ("GET", "/tokenizer_info"), ("HEAD", "/tokenizer_info")]
+OPEN = [("GET", "/health"), ("HEAD", "/health"), ("GET", "/ping"), ("POST", "/ping"), ("GET", "/version"), ("GET", "/metrics"), ("GET", "/openapi.json")]
 UNKNOWN = ["/", "/v1", "/V1/models", "/v1/Models", "/v1/%6dodels", "/%2fv1/models", "/admin/tenants", "/admin/reload", "/v1/load_lora_adapter", "/v1/models\\"]
 
 
@@ -120,6 +122,8 @@ def raw_ask(server, method, path, headers=()):
 
 
 def test_every_route_needs_a_key(shared):
+    described = set(json.loads((ROOT / "configs/openapi.json").read_text())["paths"])
+    assert described <= {path for _, path in GUARDED + OPEN} | {"/v1/models/{id}"}
     wrong = [(), ("Authorization: Bearer ",), ("Authorization: Bearer wrong",), (f"Authorization: Basic {KEYS['alpha']}",), (f"Authorization: {KEYS['alpha']}",),
              (f"Authorization: Bearer {KEYS['alpha']}x",), (f"Authorization: Bearer {KEYS['alpha'][:-1]}",), (f"Authorization: Bearer {hashed(KEYS['alpha'])}",),
              (f"X-Api-Key: {KEYS['alpha']}",)]
@@ -169,9 +173,30 @@ def test_models_are_the_tenants_own(shared):
     assert ask(shared, "alpha").json()["model"] == BASE
     message = error_of(ask(shared, "gamma"), 404, "model_not_found", "model")
     assert BASE not in message
+    error_of(ask(shared, "gamma", model=BASE), 404, "model_not_found", "model")
+    error_of(requests.get(f"{shared.url}/v1/models/{BASE}", headers=bearer("gamma"), timeout=20), 404, "model_not_found", "model")
     for name in (SQL, MATH):
         assert ask(shared, "beta", "x", "/tokenize", model=name).status_code == 200
     error_of(ask(shared, "gamma", "x", "/tokenize", model=MATH), 404, "model_not_found", "model")
+
+
+def test_asking_for_it_keeps_nothing(launch, home):
+    """A variant that was refused to somebody goes like any other when its files go."""
+    deltas = home / "going"
+    for name in (C, SQL):
+        copy_variant(name, deltas / name)
+    server = launch("--tenants", str(write(home / "going.json", tenant("alpha", [BASE]), tenant("beta"))), deltas=str(deltas))
+    assert ask(server, "beta", model=C).status_code == 200
+    for path, body in (("/v1/completions", {}), ("/tokenize", {}), ("/v1/completions", {"stream": True})):
+        error_of(ask(server, "alpha", "x", path, model=C, **body), 404, "model_not_found", "model")
+    requests.get(server.url + "/v1/models", headers=bearer("alpha"), timeout=20)
+    shutil.rmtree(deltas / C)
+    assert requests.post(server.admin_url + "/admin/rescan", timeout=20).json()["removed"] == [C]
+
+    def names():
+        return [v["name"] for v in requests.get(server.admin_url + "/admin/variants", timeout=20).json()["variants"]]
+
+    eventually(lambda: names() == [SQL], what="an end of the variant")
 
 
 def test_sdk(shared):
@@ -354,6 +379,24 @@ def test_tokens_per_minute(launch, home):
     mine = usage(server, "alpha")
     assert mine["too_large"] == 1 and mine["limited"]["tokens"] == 1 and usage(server, "beta")["too_large"] == 1
     assert mine["prompt_tokens"] + mine["generated_tokens"] == used
+
+
+def test_a_text_counts_as_its_tokens(launch, home):
+    """Once it is tokenised, before it runs: not as the guess from its bytes."""
+    path = write(home / "text.json", tenant("alpha", tokens_per_minute=1, token_burst=500), tenant("beta"))
+    server = launch("--tenants", str(path), "--max-seqs", "1")
+    plug = Long(server, "beta")
+    for text, fields in ((" the" * 100, {"max_tokens": 10}), ("\U0001F600" * 50, {"max_tokens": 3, "n": 2}), ("a" * 400, {"max_tokens": 0})):
+        count = requests.post(server.url + "/tokenize", json={"prompt": text}, headers=bearer("alpha"), timeout=20).json()["count"]
+        before = usage(server, "alpha")["tokens_left"]
+        raw = server.connect()
+        raw.sendall(request(body={"prompt": text, **fields}, headers=[f"Authorization: Bearer {KEYS['alpha']}"]))
+        eventually(lambda: usage(server, "alpha")["requests_now"] == 1, what="a waiting request")
+        wanted = before - count - fields["max_tokens"] * fields.get("n", 1)
+        eventually(lambda: wanted <= usage(server, "alpha")["tokens_left"] <= wanted + 2, what=f"{wanted} left of {before}")
+        raw.close()
+        idle(server, "alpha")
+    plug.close()
 
 
 class Long:

@@ -405,6 +405,10 @@ static void test_every_key(void **state) {
         assert_int_equal(atoi(found->name + 1), i);
         bd_tenant_release(found);
     }
+    for (int i = COUNT; i < 30 * COUNT; i++) { /* no other is near enough to one of them */
+        snprintf(key, sizeof key, "key %d", i);
+        assert_null(by_key(tenants, key));
+    }
     bd_tenants_destroy(tenants);
 }
 
@@ -524,6 +528,42 @@ static void test_limits(void **state) {
     bd_tenants_destroy(tenants);
 }
 
+/* Waits of every length are told as they are, in whole seconds, and never as none. */
+static void test_waits(void **state) {
+    (void)state;
+    static const struct {
+        const char *limit;
+        uint64_t used, wanted;
+        uint32_t wait_s;
+    } rows[] = {
+        {"\"tokens_per_minute\":1,\"token_burst\":1000", 1000, 1, 60},
+        {"\"tokens_per_minute\":1,\"token_burst\":1000", 990, 21, 660},
+        {"\"tokens_per_minute\":7,\"token_burst\":50", 50, 50, 429}, /* 428.6 */
+        {"\"tokens_per_minute\":60,\"token_burst\":60", 60, 31, 31},
+        {"\"tokens_per_minute\":1000000,\"token_burst\":10", 10, 1, 1},
+        {"\"tokens_per_minute\":1,\"token_burst\":1000000000", 1000000000, 1000000000, UINT32_MAX}};
+    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        bd_tenants *tenants;
+        bd_refused why;
+        char members[120];
+        snprintf(members, sizeof members, ALL ",%s", rows[i].limit);
+        put_tenants(members, NULL);
+        assert_int_equal(bd_tenants_open(path, &tenants, NULL), BD_OK);
+        const bd_tenant *a = by_key(tenants, "key-a");
+        const uint64_t now = bd_now_us() + 1000000;
+        bd_ask first = {.tenant = a, .choices = 1, .least = rows[i].used, .tokens = rows[i].used};
+        bd_ask next = {
+            .tenant = a, .choices = 1, .least = rows[i].wanted, .tokens = rows[i].wanted};
+        assert_int_equal(bd_tenant_admit(&first, now, &why), BD_OK);
+        assert_int_equal(bd_tenant_admit(&next, now, &why), BD_BUSY);
+        assert_int_equal(why.retry_after_s, rows[i].wait_s);
+        assert_true(why.limit == BD_LIMIT_TOKENS && !why.never);
+        bd_tenant_settle(&first, rows[i].used, 0, BD_TENANT_OK, now);
+        bd_tenant_release(a);
+        bd_tenants_destroy(tenants);
+    }
+}
+
 enum { THREADS = 6, ROUNDS = 4000, RELOADS = 40 };
 
 typedef struct shared {
@@ -640,6 +680,7 @@ int main(void) {
         cmocka_unit_test(test_every_key),
         cmocka_unit_test(test_reload),
         cmocka_unit_test(test_limits),
+        cmocka_unit_test(test_waits),
         cmocka_unit_test(test_threads),
     };
     return cmocka_run_group_tests(tests, make_path, drop_path);
