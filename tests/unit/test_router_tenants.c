@@ -528,6 +528,55 @@ static void test_limits(void **state) {
     bd_tenants_destroy(tenants);
 }
 
+static bd_status admit_choices(bd_tenants *tenants, uint32_t choices, bd_ask *ask,
+                               bd_refused *why) {
+    *ask = (bd_ask){.tenant = by_key(tenants, "key-a"), .choices = choices};
+    bd_status status = bd_tenant_admit(ask, bd_now_us(), why);
+    if (status != BD_OK) bd_tenant_release(ask->tenant);
+    return status;
+}
+
+/* A reload changes every limit of those that stay, up and down, also while they have much running.
+ */
+static void test_limits_change(void **state) {
+    (void)state;
+    static const uint32_t limits[] = {4, 2, 0, 3};
+    bd_tenants *tenants;
+    bd_tenants_change change;
+    bd_refused why;
+    bd_ask held, ask;
+    char members[160];
+    put_tenants(ALL ",\"max_concurrent\":9", ALL);
+    assert_int_equal(bd_tenants_open(path, &tenants, NULL), BD_OK);
+    assert_int_equal(admit_choices(tenants, 1, &held, &why), BD_OK);
+    for (size_t i = 0; i < sizeof limits / sizeof limits[0]; i++) {
+        const uint32_t most = limits[i];
+        if (most > 0)
+            snprintf(members, sizeof members, ALL ",\"max_concurrent\":%u,\"tokens_per_minute\":%u",
+                     most, most);
+        put_tenants(most > 0 ? members : ALL, ALL);
+        assert_int_equal(bd_tenants_reload(tenants, &change, NULL), BD_OK);
+        if (most == 0) {
+            assert_int_equal(admit_choices(tenants, 1000, &ask, &why), BD_OK);
+            bd_tenant_settle(&ask, 0, 0, BD_TENANT_OK, bd_now_us());
+            bd_tenant_release(ask.tenant);
+            continue;
+        }
+        assert_int_equal(admit_choices(tenants, most, &ask, &why), BD_BUSY); /* one is held */
+        assert_true(why.limit == BD_LIMIT_SEQUENCES && !why.never);
+        assert_int_equal(admit_choices(tenants, most + 1, &ask, &why), BD_BUSY);
+        assert_true(why.never && why.most == most);
+        assert_int_equal(admit_choices(tenants, most - 1, &ask, &why), BD_OK);
+        assert_int_equal(bd_tenant_correct(&ask, most + 1, most + 1, bd_now_us(), &why), BD_BUSY);
+        assert_true(why.limit == BD_LIMIT_TOKENS && why.most == most);
+        bd_tenant_undo(&ask, bd_now_us());
+        bd_tenant_release(ask.tenant);
+    }
+    bd_tenant_settle(&held, 0, 0, BD_TENANT_OK, bd_now_us());
+    bd_tenant_release(held.tenant);
+    bd_tenants_destroy(tenants);
+}
+
 /* Waits of every length are told as they are, in whole seconds, and never as none. */
 static void test_waits(void **state) {
     (void)state;
@@ -680,6 +729,7 @@ int main(void) {
         cmocka_unit_test(test_every_key),
         cmocka_unit_test(test_reload),
         cmocka_unit_test(test_limits),
+        cmocka_unit_test(test_limits_change),
         cmocka_unit_test(test_waits),
         cmocka_unit_test(test_threads),
     };
