@@ -5,6 +5,7 @@
 #include "fuzz.h"
 
 #include <arpa/inet.h>
+#include <errno.h>
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <stdlib.h>
@@ -38,6 +39,12 @@ static bd_http_server *server_of(void) {
     return kept;
 }
 
+/* libFuzzer looks for inputs that take too long by a SIGALRM, which ends any call that waits. */
+static void wait_for(int fd, short events) {
+    struct pollfd wait = {.fd = fd, .events = events};
+    BD_ASSERT(TEMP_FAILURE_RETRY(poll(&wait, 1, PATIENCE_MS)) == 1);
+}
+
 static int dial(const char *address) {
     struct sockaddr_in to = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     to.sin_port = htons((uint16_t)atoi(strrchr(address, ':') + 1));
@@ -46,7 +53,13 @@ static int dial(const char *address) {
     BD_ASSERT(fd >= 0);
     BD_ASSERT(setsockopt(fd, SOL_SOCKET, SO_LINGER, &reset, sizeof reset) == 0);
     BD_ASSERT(setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one) == 0);
-    BD_ASSERT(connect(fd, (const struct sockaddr *)&to, sizeof to) == 0);
+    int fault = connect(fd, (const struct sockaddr *)&to, sizeof to) == 0 ? 0 : errno;
+    if (fault == EINTR) { /* it goes on by itself */
+        wait_for(fd, POLLOUT);
+        socklen_t size = sizeof fault;
+        BD_ASSERT(getsockopt(fd, SOL_SOCKET, SO_ERROR, &fault, &size) == 0);
+    }
+    BD_ASSERT(fault == 0);
     return fd;
 }
 
@@ -55,7 +68,7 @@ static void send_all(int fd, const uint8_t *data, size_t bytes) {
     while (bytes > 0) {
         const uint8_t *mark = memchr(data, PIECE_MARK, bytes);
         size_t piece = mark ? (size_t)(mark - data) : bytes;
-        if (piece > 0 && send(fd, data, piece, MSG_NOSIGNAL) < 0) return;
+        if (piece > 0 && TEMP_FAILURE_RETRY(send(fd, data, piece, MSG_NOSIGNAL)) < 0) return;
         if (mark) piece++;
         data += piece;
         bytes -= piece;
@@ -67,10 +80,9 @@ static void listen_to_the_end(int fd) {
     char answer[16384];
     size_t count = 0;
     for (;;) {
-        struct pollfd wait = {.fd = fd, .events = POLLIN};
-        BD_ASSERT(poll(&wait, 1, PATIENCE_MS) == 1);
+        wait_for(fd, POLLIN);
         size_t keep = count < sizeof answer / 2 ? count : sizeof answer / 2;
-        ssize_t got = recv(fd, answer + keep, sizeof answer - keep, 0);
+        ssize_t got = TEMP_FAILURE_RETRY(recv(fd, answer + keep, sizeof answer - keep, 0));
         if (got <= 0) break;
         count += (size_t)got;
         if (count >= 9) BD_ASSERT(memcmp(answer, "HTTP/1.", 7) == 0 && answer[8] == ' ');
