@@ -30,6 +30,7 @@ static enum MHD_Result first_call(bd_shard *shard, struct MHD_Connection *connec
     const bd_http_options *options = &shard->server->options;
     bd_conn *conn = conn_of(connection);
     bd_request *request = conn ? bd_request_create(shard) : NULL;
+    if (conn) conn->in_head = false;
     if (!request) return MHD_NO;
     *req_cls = request;
     request->conn = conn;
@@ -39,7 +40,7 @@ static enum MHD_Result first_call(bd_shard *shard, struct MHD_Connection *connec
     bd_api_error err = {0};
     uint64_t declared_bytes = 0;
     bool has_body = bd_head_body(connection, &declared_bytes);
-    if (!bd_head_framing(connection, version, &err)) {
+    if (!bd_head_framing(conn, version, &err)) {
         request->reply.close = true;
         set_reply_error(request, &err);
         return bd_reply_queue(request);

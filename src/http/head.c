@@ -36,10 +36,12 @@ static enum MHD_Result look_at_header(void *cls, enum MHD_ValueKind kind, const 
 
 /* The library takes the first of two lengths, and a length beside a transfer encoding; a proxy
  * before us may not. */
-bool bd_head_framing(struct MHD_Connection *connection, const char *version, bd_api_error *err) {
+bool bd_head_framing(const bd_conn *conn, const char *version, bd_api_error *err) {
     framing found = {0};
     bool is_1_0 = strcmp(version, "HTTP/1.0") == 0;
-    MHD_get_connection_values_n(connection, MHD_HEADER_KIND, look_at_header, &found);
+    MHD_get_connection_values_n(conn->connection, MHD_HEADER_KIND, look_at_header, &found);
+    if (conn->bad_target)
+        return bd_api_fail(err, BD_API_VALUE, NULL, "The request line has a blank in its target.");
     if (found.bad_name || found.bad_value)
         return bd_api_fail(err, BD_API_VALUE, NULL, "The request has a malformed header.");
     if (found.lengths > 1)

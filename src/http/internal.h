@@ -22,6 +22,9 @@
 #define BD_HTTP_ADDRESS_MAX    80
 #define BD_HTTP_REQUEST_ID_MAX 128
 #define BD_HTTP_HOST_MAX       256
+/* With SPARE_DESCRIPTORS of server.c these leave 128 for all else that is opened. */
+#define BD_HTTP_EXCESS_CONNECTIONS 64u
+#define BD_HTTP_ADMIN_CONNECTIONS  64u
 
 typedef enum bd_route_id {
     BD_ROUTE_UNKNOWN,
@@ -108,6 +111,8 @@ struct bd_conn { /* shard's thread only */
     bool left;            /* the client sends no more; the library may not know yet */
     uint64_t left_us;     /* when; 0: it was us who cut it off, or nobody */
     uint64_t deadline_us; /* 0: none */
+    bool in_head;         /* from the request line to the first call of the handler */
+    bool bad_target;      /* blanks within what is asked for */
     bool path_overlong;
     char path[BD_HTTP_PATH_MAX]; /* raw, without the query */
 };
@@ -194,7 +199,7 @@ const bd_route *bd_route_find(bool admin, char *path,
                               const char **argument); /* normalises path in place */
 size_t bd_percent_decode(char *text);                 /* in place; new length */
 /* head.c: what the head of a request is refused for; false fills *err. */
-bool bd_head_framing(struct MHD_Connection *connection, const char *version, bd_api_error *err);
+bool bd_head_framing(const bd_conn *conn, const char *version, bd_api_error *err);
 bool bd_head_check(bd_request *request, const char *method, uint64_t declared_bytes, bool has_body,
                    bd_api_error *err);
 void bd_head_request_id(bd_request *request);
@@ -228,6 +233,8 @@ bool bd_admin_variant(bd_http_server *server, const char *argument, bd_strbuf *o
                       bd_api_error *err);
 /* admin_change.c: true: the answer comes later, from bd-scan or bd-sched. */
 bool bd_admin_change(bd_request *request, bd_api_error *err);
+/* refuse.c: with every line of the library's log: is it about to refuse a whole head? */
+void bd_refuse_first(const bd_shard *shard);
 /* handler.c: libmicrohttpd's callbacks, cls = shard */
 enum MHD_Result bd_handle(void *cls, struct MHD_Connection *connection, const char *url,
                           const char *method, const char *version, const char *upload_data,
@@ -240,6 +247,8 @@ void bd_http_count_limit(const bd_http_server *server, const char *limit);
 void bd_http_register_limits(const bd_http_server *server); /* at 0 until they are met */
 enum MHD_Result bd_reply_queue(bd_request *request);
 enum MHD_Result bd_reply_queue_stream(bd_request *request);
+/* An error, past the library and straight to the socket, which takes no more after it. */
+void bd_reply_alone(bd_request *request);
 /* listen.c */
 /* first: of the sockets that share the port with reuse_port. */
 bd_status bd_listen_open(const char *address, bool reuse_port, bool first, int *out, bd_error *err);

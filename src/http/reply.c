@@ -82,6 +82,36 @@ enum MHD_Result bd_reply_queue(bd_request *request) {
     return result;
 }
 
+/* Status line, headers and body of an error, closing. */
+static void write_alone(const bd_request *request, bd_strbuf *out) {
+    const bd_reply *reply = &request->reply;
+    const char *origin = request->shard->server->cors_origin;
+    bd_strbuf_printf(out, "HTTP/1.1 %u %s\r\nConnection: close\r\nContent-Type: %s\r\n",
+                     reply->status,
+                     reply->status == MHD_HTTP_BAD_REQUEST ? "Bad Request" : "Content Too Large",
+                     reply->content_type);
+    bd_strbuf_printf(out, "Content-Length: %zu\r\nx-request-id: %s\r\n", reply->body.len_bytes,
+                     request->id);
+    if (origin && !request->shard->admin)
+        bd_strbuf_printf(out, "Access-Control-Allow-Origin: %s\r\n", origin);
+    bd_strbuf_puts(out, "\r\n");
+    bd_strbuf_append(out, reply->body.data, reply->body.len_bytes);
+}
+
+void bd_reply_alone(bd_request *request) {
+    bd_conn *conn = request->conn;
+    bd_strbuf out;
+    bd_strbuf_init(&out, 0);
+    write_alone(request, &out);
+    /* What does not fit at once is lost; the buffer is empty but for answers to pipelined requests,
+     * and this is far smaller. */
+    if (!out.failed && !bd_tls_send(conn->connection, out.data, out.len_bytes))
+        (void)send(conn->fd, out.data, out.len_bytes, MSG_NOSIGNAL | MSG_DONTWAIT);
+    bd_strbuf_deinit(&out);
+    count_reply(request, request->reply.status);
+    (void)shutdown(conn->fd, SHUT_WR);
+}
+
 static void release_stream(void *cls) {
     bd_request_unref(cls);
 }

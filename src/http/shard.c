@@ -30,7 +30,8 @@ enum {
     EVENTS_MAX = 128,
     LEFT_US_MAX = 5000000, /* to an end that the library was told of */
     CLOSE_SECONDS_MAX = 3,
-    BACKLOG = 1024
+    BACKLOG = 1024,
+    EXCESS_SECONDS = 2 /* for the head of a request that is refused anyway */
 };
 
 /* epoll data of what is not a watch; watches have a generation, which is never 0, in the upper
@@ -79,6 +80,21 @@ static void set_socket_options(int fd) {
                          sizeof options[i].value);
 }
 
+/* How many connections are held beyond the limit (of the admin listener: at all), so that they get
+ * an answer. What comes on top of that is closed unread: the library would leave it waiting. */
+static enum MHD_Result on_accept(void *cls, const struct sockaddr *address, socklen_t bytes) {
+    const bd_shard *shard = cls;
+    const bd_http_server *server = shard->server;
+    (void)address;
+    (void)bytes;
+    bool full = shard->admin ? shard->conn_count >= BD_HTTP_ADMIN_CONNECTIONS
+                             : atomic_load(&server->connection_count) >=
+                                   server->options.connections_max + BD_HTTP_EXCESS_CONNECTIONS;
+    if (!full) return MHD_YES;
+    bd_http_count_limit(server, "connections");
+    return MHD_NO;
+}
+
 static void open_conn(bd_shard *shard, struct MHD_Connection *connection, void **socket_context) {
     const union MHD_ConnectionInfo *info =
         MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
@@ -91,12 +107,15 @@ static void open_conn(bd_shard *shard, struct MHD_Connection *connection, void *
     conn->shard = shard;
     conn->connection = connection;
     conn->fd = info->connect_fd;
-    conn->deadline_us = bd_now_us() + (uint64_t)shard->server->options.header_seconds * 1000000u;
+    uint32_t seconds = shard->server->options.header_seconds;
+    if (!shard->admin && atomic_fetch_add(&shard->server->connection_count, 1) >=
+                             shard->server->options.connections_max)
+        seconds = seconds < EXCESS_SECONDS ? seconds : EXCESS_SECONDS;
+    conn->deadline_us = bd_now_us() + (uint64_t)seconds * 1000000u;
     conn->next = shard->conns;
     if (conn->next) conn->next->previous = conn;
     shard->conns = conn;
     shard->conn_count++;
-    if (!shard->admin) atomic_fetch_add(&shard->server->connection_count, 1);
     set_socket_options(conn->fd);
     if (shard->server->tls && !shard->admin) bd_tls_attach(shard->server->tls, connection);
     bd_shard_watch(conn);
@@ -132,6 +151,8 @@ static void *on_request_line(void *cls, const char *uri, struct MHD_Connection *
     bd_conn *conn = info ? info->socket_context : NULL;
     (void)cls;
     if (!conn) return NULL;
+    conn->in_head = true;
+    conn->bad_target = uri[strcspn(uri, " \t\v\f\r")] != '\0';
     size_t bytes = strcspn(uri, "?#");
     conn->path_overlong = bytes >= sizeof conn->path;
     if (conn->path_overlong) bytes = 0;
@@ -142,7 +163,7 @@ static void *on_request_line(void *cls, const char *uri, struct MHD_Connection *
 
 static void on_library_log(void *cls, const char *format, va_list args) {
     char text[512];
-    (void)cls;
+    bd_refuse_first(cls);
     if (!bd_log_enabled(BD_LOG_DEBUG)) return;
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wformat-nonliteral"
@@ -320,17 +341,20 @@ static bd_status start_daemon(bd_shard *shard, bd_error *err) {
     if (listen(shard->listen_fd, BACKLOG) != 0)
         return bd_fail_errno(err, BD_E_IO, shard->name, errno, "listen failed");
     const bool tls = shard->server->tls && !shard->admin;
+    /* Never reached, as on_accept comes first; at its limit the library would stop accepting. Not
+     * strict, or it would refuse a missing Host itself, with its header block twice. */
+    const unsigned connections = options->connections_max + 2u * BD_HTTP_EXCESS_CONNECTIONS;
     /* The list of options ends at the first MHD_OPTION_END: without TLS before those of TLS. */
     shard->daemon = MHD_start_daemon(
         MHD_USE_EPOLL | MHD_ALLOW_SUSPEND_RESUME | MHD_USE_ERROR_LOG | (tls ? MHD_USE_TLS : 0u), 0,
-        NULL, NULL, bd_handle, shard, MHD_OPTION_EXTERNAL_LOGGER, on_library_log, NULL,
+        on_accept, shard, bd_handle, shard, MHD_OPTION_EXTERNAL_LOGGER, on_library_log, shard,
         MHD_OPTION_LISTEN_SOCKET, shard->listen_fd, MHD_OPTION_NOTIFY_COMPLETED,
         bd_handle_completed, shard, MHD_OPTION_NOTIFY_CONNECTION, on_connection, shard,
         MHD_OPTION_URI_LOG_CALLBACK, on_request_line, shard, MHD_OPTION_CONNECTION_LIMIT,
-        (unsigned)options->connections_max + 64u, MHD_OPTION_CONNECTION_TIMEOUT,
-        (unsigned)options->idle_seconds, MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)32 << 10,
-        MHD_OPTION_STRICT_FOR_CLIENT, 1, tls ? MHD_OPTION_HTTPS_CERT_CALLBACK : MHD_OPTION_END,
-        bd_tls_certificate, MHD_OPTION_HTTPS_PRIORITIES, BD_TLS_PRIORITIES, MHD_OPTION_END);
+        connections, MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)options->idle_seconds,
+        MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)32 << 10,
+        tls ? MHD_OPTION_HTTPS_CERT_CALLBACK : MHD_OPTION_END, bd_tls_certificate,
+        MHD_OPTION_HTTPS_PRIORITIES, BD_TLS_PRIORITIES, MHD_OPTION_END);
     if (!shard->daemon) return bd_fail(err, BD_E_IO, shard->name, "libmicrohttpd did not start");
     const union MHD_DaemonInfo *info = MHD_get_daemon_info(shard->daemon, MHD_DAEMON_INFO_EPOLL_FD);
     struct epoll_event library = {.events = EPOLLIN, .data.u64 = TAG_LIBRARY};

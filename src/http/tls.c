@@ -165,6 +165,14 @@ void bd_tls_attach(bd_tls *tls, struct MHD_Connection *connection) {
     if (info && info->tls_session) gnutls_session_set_ptr(info->tls_session, tls);
 }
 
+bool bd_tls_send(struct MHD_Connection *connection, const char *data, size_t bytes) {
+    const union MHD_ConnectionInfo *info =
+        MHD_get_connection_info(connection, MHD_CONNECTION_INFO_GNUTLS_SESSION);
+    if (!info || !info->tls_session) return false;
+    (void)gnutls_record_send(info->tls_session, data, bytes);
+    return true;
+}
+
 /* NOLINTNEXTLINE(readability-function-size): the parameters are the library's */
 int bd_tls_certificate(gnutls_session_t session, const gnutls_datum_t *ca_names, int ca_count,
                        const gnutls_pk_algorithm_t *algorithms, int algorithm_count,

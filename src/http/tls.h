@@ -20,6 +20,8 @@ void bd_tls_destroy(bd_tls *tls); /* after the last connection; NULL is fine */
 BD_MUST_CHECK bd_status bd_tls_reload(bd_tls *tls, bd_error *err);
 /* With the start of a connection, before its handshake. */
 void bd_tls_attach(bd_tls *tls, struct MHD_Connection *connection);
+/* Past the library. false: the connection is a plain one. */
+bool bd_tls_send(struct MHD_Connection *connection, const char *data, size_t bytes);
 /* A gnutls_certificate_retrieve_function2. */
 int bd_tls_certificate(gnutls_session_t session, const gnutls_datum_t *ca_names, int ca_count,
                        const gnutls_pk_algorithm_t *algorithms, int algorithm_count,

@@ -45,11 +45,47 @@ def test_no_second_request_is_smuggled(server, name):
     assert reader.at_end(), reader.rest
 
 
+BROKEN = {
+    "no host": (request("GET", "/version", host=None), 400),
+    "no host, 1.2": (request("GET", "/version", host=None, version="1.2"), 400),
+    "blank in the target": (request("GET", "/version?a b"), 400),
+    "length x": (request("POST", headers=["Content-Length: x"]), 400),
+    "length -5": (request("POST", headers=["Content-Length: -5"]), 400),
+    "length +5": (request("POST", headers=["Content-Length: +5"]) + b"{   }", 400),
+    "length 5x": (request("POST", headers=["Content-Length: 5x"]) + b"{   }", 400),
+    "no length": (request("POST", headers=["Content-Length:"]), 400),
+    "length of a get": (request("GET", "/version", headers=["Content-Length: 0x0"]), 400),
+    "length beyond 64 bits": (request("POST", headers=["Content-Length: 99999999999999999999999"]), 413),
+}
+
+
+def one_answer(reader, status):
+    """Its x-request-id; there is one, in the API's own form, and the end."""
+    answer = reader.answer()
+    assert answer.status == status and answer.json["error"]["type"] == "invalid_request_error"
+    assert answer.headers["content-type"] == "application/json" and answer.headers["connection"].lower() == "close"
+    assert reader.at_end(), reader.rest
+    return answer.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_head_is_answered_once(server, name):
+    data, status = BROKEN[name]
+    before = server.metric("bd_http_requests_total", code=str(status)) if status == 400 else 0
+    assert one_answer(exchange(server, data + HIDDEN), status)
+    if status == 400:
+        assert server.metric("bd_http_requests_total", code="400") > before
+    # In the middle of others, one of which is not through with its own head.
+    beside = server.connect()
+    beside.sendall(b"GET /version HTTP/1.1\r\n")
+    reader = exchange(server, request("GET", "/version") + data.replace(b"\r\n", b"\r\nX-Request-Id: mine\r\n", 1))
+    assert reader.answer().status == 200
+    assert one_answer(reader, status) == "mine"
+    beside.sendall(b"Host: x\r\n\r\n")
+    assert Reader(beside).answer().status == 200
+
+
 @pytest.mark.parametrize("data", [
-    request("GET", "/version", host=None),
-    request("POST", headers=["Content-Length: x"]),
-    request("POST", headers=["Content-Length: -5"]),
-    request("POST", headers=["Content-Length: 99999999999999999999999"]),
     b"GET\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"GET /version HTTP/9.9\r\n\r\n", b"\0" * 100,
     request("GET", "/" + "x" * 40_000), request("GET", "/version", headers=["X: " + "y" * 40_000]),
     request("GET", "/version", headers=[f"X{i}: y" for i in range(2000)]),
@@ -257,8 +293,22 @@ def test_dripping_heads_and_silence_are_cut(launch):
             time.sleep(0.05)
     assert 0.8 < time.monotonic() - started < 6
     assert silent.recv(100) == b""
-    # A request that came in time may take longer than that to be answered.
-    assert server.post("/v1/completions", LONG | {"max_tokens": 400}).status_code == 200
+
+
+def test_waiting_for_generation_has_no_limit(launch):
+    """A request that came in time may wait longer than heads, bodies and idle connections may take."""
+    server = launch("--request-header-seconds", "1", "--request-body-seconds", "1", "--idle-seconds", "1", "--max-seqs", "1")
+    holder, waits = server.connect(), server.connect(seconds=60)
+    holder.sendall(request(body=LONG | {"stream": True, "n": 50}))
+    reader = Reader(holder)
+    reader.head()
+    waits.sendall(request(body=LONG | {"max_tokens": 2}))
+    until = time.monotonic() + 4
+    while time.monotonic() < until:
+        reader.chunk()
+    assert server.metric("vllm:num_requests_waiting") >= 1
+    holder.close()
+    assert Reader(waits).answer().status == 200
 
 
 def test_a_reader_that_stalls_loses_its_stream(server):

@@ -4,8 +4,10 @@ do not grow with connections or with time. Nothing is timed."""
 import selectors
 import socket
 import time
+from pathlib import Path
 
 import pytest
+import requests
 from conftest import MODELS, events_of, eventually
 from raw_http import request
 
@@ -119,6 +121,47 @@ def test_connection_limit(launch):
     for raw in held:
         raw.close()
     eventually(lambda: server.get("/v1/models").status_code == 200, what="room again")
+
+
+def admin_metric(server, name, **labels):
+    """As server.metric, without a connection to the listener that is full."""
+    wanted = name + ("{" + ",".join(f'{k}="{v}"' for k, v in labels.items()) + "}" if labels else "")
+    lines = requests.get(server.admin_url + "/metrics", timeout=60).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.rsplit(" ", 1)[0] == wanted)
+
+
+def descriptors(server):
+    return len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
+
+
+def test_silent_connections_beyond_the_limit(launch):
+    """Those just beyond it are closed soon, those far beyond unread; a request that comes in time gets 429. Nothing is left of any."""
+    server = launch("--max-connections", "3", "--request-header-seconds", "3600")
+
+    def dial(count):
+        return [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(count)]
+
+    eventually(lambda: admin_metric(server, "bd_http_connections") == 0, what="no connection")
+    before = descriptors(server)
+    held = dial(3)
+    eventually(lambda: admin_metric(server, "bd_http_connections") == 3, what="a full server")
+    (late,) = dial(1)
+    late.sendall(request("GET", "/v1/models"))
+    assert late.recv(100).startswith(b"HTTP/1.1 429")
+    late.close()
+    eventually(lambda: admin_metric(server, "bd_http_connections") == 3, what="a full server")
+    silent = dial(197)
+    assert requests.get(server.admin_url + "/health", timeout=60).status_code == 200
+    for raw in silent:
+        assert raw.recv(100) == b""
+        raw.close()
+    eventually(lambda: admin_metric(server, "bd_http_connections") == 3, what="a full server")
+    assert sum(admin_metric(server, "bd_http_limited_total", limit=limit) for limit in ("connections", "header_seconds")) == 198
+    for raw in held:
+        raw.close()
+    eventually(lambda: server.get("/v1/models").status_code == 200, what="room again")
+    server.session.close()
+    eventually(lambda: descriptors(server) <= before, what="no descriptor left")
 
 
 def test_streams_that_are_broken_off(launch, bodies):

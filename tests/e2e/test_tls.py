@@ -80,6 +80,17 @@ def running_requests(server):
     return admin_metric(server, "vllm:num_requests_running") + admin_metric(server, "vllm:num_requests_waiting")
 
 
+def test_a_broken_head_is_answered_once(secure, files):
+    for length, status in (("x", 400), ("9" * 30, 413)):
+        raw = wrap(secure, files)
+        raw.sendall(request("GET", "/version") + request(headers=[f"Content-Length: {length}"]))
+        reader = Reader(raw)
+        assert reader.answer().status == 200
+        answer = reader.answer()
+        assert answer.status == status and answer.json["error"]["type"] == "invalid_request_error"
+        assert raw.recv(100) == b"" and reader.rest == b""
+
+
 def test_requests(secure, files):
     secure.find("listening address=.* tls=on")
     with requests.Session() as session:
