@@ -28,7 +28,7 @@
 #define ROPE_TABLES_MAX       33u /* the base's and those of variants with their own rope */
 #define CUDA_STEP_DEADLINE_US 30000000u
 #define VARIANTS_PER_STEP_MAX 16u
-#define SAME_SIGNAL_US        500000u
+#define SAME_SIGNAL_US        100000u
 #define COLD_WAIT_US          2000000u
 
 typedef struct server {
@@ -554,6 +554,7 @@ typedef struct signals {
 static void *signals_run(void *ctx) {
     signals *g = ctx;
     uint64_t first_us = 0;
+    bool repeated = false;
     for (;;) {
         int number;
         if (sigwait(&g->set, &number) != 0) continue;
@@ -572,8 +573,11 @@ static void *signals_run(void *ctx) {
             sem_post(&g->drain);
             continue;
         }
-        /* Supervisors that signal a process and then its group send one order twice. */
-        if (first_us && bd_now_us() - first_us < SAME_SIGNAL_US) continue;
+        /* Supervisors that signal a process and then its group send one order twice. A third is
+         * meant. */
+        const bool same = first_us && !repeated && bd_now_us() - first_us < SAME_SIGNAL_US;
+        repeated = true;
+        if (same) continue;
         bd_log(BD_LOG_WARN, "serve", "signal=%d leaving at once", number);
         signal(number, SIG_DFL);
         pthread_sigmask(SIG_UNBLOCK, &g->set, NULL);
