@@ -1,5 +1,5 @@
 /* bpe.c - merges one word: repeatedly the leftmost pair of the lowest rank, as the reference does.
- * Words of a few symbols are scanned for the best pair; longer ones keep candidate pairs in a heap
+ * Words of a few symbols are scanned for the best pair; longer ones keep candidate pairs in a queue
  * whose outdated entries are dropped when they surface, so a word of n symbols takes O(n log n).
  * Threads: any; the scratch belongs to one call. */
 #include <stdio.h>
@@ -67,13 +67,13 @@ void bd_bpe_deinit(bd_bpe *bpe) {
 
 void bd_scratch_init(bd_scratch *scratch) {
     scratch->ids = scratch->ranks = scratch->next = scratch->prev = NULL;
-    scratch->heap = NULL;
-    scratch->capacity = scratch->heap_count = scratch->heap_capacity = 0;
+    scratch->capacity = 0;
+    bd_pair_queue_init(&scratch->queue);
 }
 
 void bd_scratch_deinit(bd_scratch *scratch) {
     free(scratch->ids);
-    free(scratch->heap);
+    bd_pair_queue_deinit(&scratch->queue);
     bd_scratch_init(scratch);
 }
 
@@ -90,36 +90,6 @@ static bd_status scratch_reserve(bd_scratch *scratch, size_t count) {
     scratch->prev = block + 3 * count;
     scratch->capacity = count;
     return BD_OK;
-}
-
-static bd_status heap_push(bd_scratch *scratch, uint32_t rank, size_t pos) {
-    if (scratch->heap_count == scratch->heap_capacity) {
-        size_t capacity = scratch->heap_capacity ? scratch->heap_capacity * 2 : 256;
-        uint64_t *grown = realloc(scratch->heap, capacity * sizeof *grown);
-        if (!grown) return BD_E_MEMORY;
-        scratch->heap = grown;
-        scratch->heap_capacity = capacity;
-    }
-    /* Rank first and then position: equal ranks merge from the left. */
-    uint64_t item = (uint64_t)rank << 32 | (uint64_t)pos;
-    size_t at = scratch->heap_count++;
-    for (; at > 0 && scratch->heap[(at - 1) / 2] > item; at = (at - 1) / 2)
-        scratch->heap[at] = scratch->heap[(at - 1) / 2];
-    scratch->heap[at] = item;
-    return BD_OK;
-}
-
-static uint64_t heap_pop(bd_scratch *scratch) {
-    uint64_t *heap = scratch->heap, top = heap[0], last = heap[--scratch->heap_count];
-    size_t at = 0, child;
-    while ((child = 2 * at + 1) < scratch->heap_count) {
-        if (child + 1 < scratch->heap_count && heap[child + 1] < heap[child]) child++;
-        if (heap[child] >= last) break;
-        heap[at] = heap[child];
-        at = child;
-    }
-    heap[at] = last;
-    return top;
 }
 
 static size_t merge_small(const bd_bpe *bpe, bd_scratch *scratch, size_t count) {
@@ -142,28 +112,40 @@ static size_t merge_small(const bd_bpe *bpe, bd_scratch *scratch, size_t count) 
 }
 
 /* Ranks the pair that starts at pos and queues it if it can merge. */
-static bd_status pair_queue(const bd_bpe *bpe, bd_scratch *scratch, uint32_t pos) {
+static inline bd_status pair_queue(const bd_bpe *bpe, bd_scratch *scratch, uint32_t pos) {
     uint32_t after = scratch->next[pos];
     scratch->ranks[pos] = after == SYMBOL_NONE
                               ? BD_RANK_NONE
                               : pair_rank(bpe, scratch->ids[pos], scratch->ids[after]);
     if (scratch->ranks[pos] == BD_RANK_NONE) return BD_OK;
-    return heap_push(scratch, scratch->ranks[pos], pos);
+    return bd_pair_queue_push(&scratch->queue, scratch->ranks[pos], pos);
 }
 
-static bd_status merge_long(const bd_bpe *bpe, bd_scratch *scratch, size_t *count) {
-    uint32_t *ids = scratch->ids, *ranks = scratch->ranks, n = (uint32_t)*count;
+/* Links the symbols and queues all pairs. */
+static bd_status begin_long(const bd_bpe *bpe, bd_scratch *scratch, uint32_t n) {
     uint32_t *next = scratch->next, *prev = scratch->prev;
-    scratch->heap_count = 0;
+    if (bd_pair_queue_begin(&scratch->queue, n, bpe->merge_count) != BD_OK) return BD_E_MEMORY;
     for (uint32_t i = 0; i < n; i++) {
         next[i] = i + 1 < n ? i + 1 : SYMBOL_NONE;
         prev[i] = i > 0 ? i - 1 : SYMBOL_NONE;
     }
     for (uint32_t i = 0; i < n; i++)
         if (pair_queue(bpe, scratch, i) != BD_OK) return BD_E_MEMORY;
-    while (scratch->heap_count > 0) {
-        uint64_t top = heap_pop(scratch);
-        uint32_t pos = (uint32_t)top, rank = (uint32_t)(top >> 32);
+    return BD_OK;
+}
+
+static bd_status merge_long(const bd_bpe *bpe, bd_scratch *scratch, size_t *count) {
+    uint32_t *ids = scratch->ids, *ranks = scratch->ranks;
+    uint32_t *next = scratch->next, *prev = scratch->prev;
+    uint32_t rank, pos, soon;
+    bd_status s = begin_long(bpe, scratch, (uint32_t)*count);
+    if (s != BD_OK) return s;
+    while ((s = bd_pair_queue_pop(&scratch->queue, &rank, &pos, &soon)) == BD_OK) {
+        /* In a word that is larger than the caches most of the time would go into waiting. */
+        __builtin_prefetch(ranks + soon);
+        __builtin_prefetch(ids + soon);
+        __builtin_prefetch(next + soon);
+        __builtin_prefetch(prev + soon);
         /* Outdated when the pair at pos changed since; a symbol merged away has no rank. */
         if (ranks[pos] != rank) continue;
         uint32_t gone = next[pos];
@@ -175,6 +157,7 @@ static bd_status merge_long(const bd_bpe *bpe, bd_scratch *scratch, size_t *coun
         if (prev[pos] != SYMBOL_NONE && pair_queue(bpe, scratch, prev[pos]) != BD_OK)
             return BD_E_MEMORY;
     }
+    if (s != BD_AGAIN) return s;
     size_t kept = 0;
     for (uint32_t i = 0; i != SYMBOL_NONE; i = next[i])
         ids[kept++] = ids[i];

@@ -49,6 +49,9 @@ static bd_status push(encoder *e, int32_t id) {
 static bd_status encode_word(encoder *e, const uint8_t *word, size_t bytes) {
     int32_t id = bd_bpe_lookup(e->tokenizer, word, bytes);
     if (id >= 0 && e->tokenizer->flags[id] & BD_TOKEN_WHOLE) return push(e, id);
+    /* What gives too many tokens in any case is not merged to find out. */
+    const uint32_t each = e->tokenizer->bpe.token_bytes_max;
+    if (each > 0 && bytes / each > e->count_max - e->out->count) return BD_E_LIMIT;
     const uint32_t *ids;
     size_t count;
     bd_status s = bd_bpe_word(e->tokenizer, &e->scratch, word, bytes, &ids, &count);

@@ -24,6 +24,7 @@ typedef struct bd_bpe {
     bool byte_level;       /* symbols are bytes and not characters */
     bool fuse_unk, byte_fallback, ignore_merges;
     bool breaks_at_space; /* no token has U+2581 after another character: words may be cut there */
+    uint32_t token_bytes_max; /* no token takes more of a word; 0: text may vanish or be fused */
 } bd_bpe;
 
 /* ---- Added tokens (added.c) ---- */
@@ -125,6 +126,35 @@ struct bd_tokenizer {
     bd_decoder decoder;
 };
 
+/* ---- Candidate pairs of a long word (pair_queue.c) ---- */
+
+typedef struct bd_pair_bucket bd_pair_bucket;
+typedef struct bd_pair_chunk bd_pair_chunk;
+
+typedef struct bd_pair_queue {
+    bool bucketed, begun;
+    uint64_t *heap; /* rank << 32 | position */
+    size_t heap_count, heap_capacity;
+    bd_pair_bucket *buckets; /* [merge_count] */
+    uint32_t *ranks;         /* [merge_count] a heap: those whose bucket is not empty */
+    size_t rank_count;
+    bd_pair_chunk *chunks;
+    size_t chunk_count, chunk_capacity;
+    uint32_t free_chunk;
+    uint32_t *batch; /* positions of batch_rank, ascending */
+    size_t batch_count, batch_at, batch_capacity;
+    uint32_t batch_rank;
+} bd_pair_queue;
+
+void bd_pair_queue_init(bd_pair_queue *queue);
+void bd_pair_queue_deinit(bd_pair_queue *queue);
+BD_MUST_CHECK bd_status bd_pair_queue_begin(bd_pair_queue *queue, size_t symbol_count,
+                                            uint32_t merge_count);
+BD_MUST_CHECK bd_status bd_pair_queue_push(bd_pair_queue *queue, uint32_t rank, uint32_t pos);
+/* soon: a position that will come up, or pos. BD_AGAIN: empty. */
+BD_MUST_CHECK bd_status bd_pair_queue_pop(bd_pair_queue *queue, uint32_t *rank, uint32_t *pos,
+                                          uint32_t *soon);
+
 /* ---- Scratch of one encode call (bpe.c) ---- */
 
 #define BD_SMALL_WORD 48u /* symbols; a longer word goes through the heap */
@@ -133,8 +163,7 @@ typedef struct bd_scratch {
     uint32_t small_ids[BD_SMALL_WORD], small_ranks[BD_SMALL_WORD];
     uint32_t *ids, *ranks, *next, *prev; /* [capacity] for long words, one block at ids */
     size_t capacity;
-    uint64_t *heap;
-    size_t heap_count, heap_capacity;
+    bd_pair_queue queue;
 } bd_scratch;
 
 void bd_scratch_init(bd_scratch *scratch);

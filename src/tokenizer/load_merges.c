@@ -123,13 +123,29 @@ static bool mark_inside(const char *text, size_t bytes) {
     return memmem(text + at, bytes - at, "\xe2\x96\x81", 3) != NULL;
 }
 
+/* Whether every byte has a token: nothing is ever unknown. */
+static bool knows_all_bytes(const bd_bpe *bpe) {
+    for (int byte = 0; byte < 256; byte++)
+        if (bpe->byte_ids[byte] < 0) return false;
+    return bpe->byte_level || bpe->byte_fallback;
+}
+
 /* Whether a character can vanish between two others, for lack of any token: its neighbours then
  * merge. */
 static bool drops_characters(const bd_bpe *bpe) {
-    if (bpe->unk_id >= 0) return false;
-    for (int byte = 0; byte < 256; byte++)
-        if (!bpe->byte_fallback || bpe->byte_ids[byte] < 0) return true;
-    return false;
+    return bpe->unk_id < 0 && !knows_all_bytes(bpe);
+}
+
+/* The contents as in the file are never shorter than what they stand for; an unknown character is
+ * one token of up to four bytes. */
+static uint32_t token_bytes_max(const bd_tokenizer *t) {
+    if (!knows_all_bytes(&t->bpe) && (t->bpe.unk_id < 0 || t->bpe.fuse_unk)) return 0;
+    size_t longest = 4, bytes;
+    for (uint32_t id = 0; id < t->id_count; id++) {
+        (void)bd_strtab_get(&t->content, id, &bytes);
+        if (t->flags[id] & BD_TOKEN_MODEL && bytes > longest) longest = bytes;
+    }
+    return (uint32_t)longest;
 }
 
 static bool breaks_at_space(const bd_tokenizer *t) {
@@ -150,6 +166,7 @@ bd_status bd_load_shortcuts(bd_load *load) {
     bd_scratch scratch;
     bd_scratch_init(&scratch);
     t->bpe.breaks_at_space = breaks_at_space(t);
+    t->bpe.token_bytes_max = token_bytes_max(t);
     bd_status s = BD_OK;
     for (uint32_t id = 0; id < t->id_count && s == BD_OK; id++) {
         size_t bytes, count = 0;

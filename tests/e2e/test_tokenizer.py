@@ -305,6 +305,38 @@ def test_variant(name, tmp_path):
     compare(path, document, 300, random.Random(f"{SEED} {name}"), parse_plain=False)
 
 
+def shuffled(name):
+    """Merges in an order that no training gives: low ranks turn up after high ones."""
+    document = load(name)
+    merges = list(document["model"]["merges"])
+    random.Random(f"{SEED} {name} merges").shuffle(merges)
+    document["model"]["merges"] = merges
+    return document
+
+
+HUGE = {name: functools.partial(load, name) for name in FILES}
+HUGE |= {f"shuffled {name}": functools.partial(shuffled, name) for name in ("gpt2", "llama2")}
+HUGE |= {name: VARIANTS[name] for name in ("unknown_fused", "unknown_single", "unknown_dropped")}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_huge_words(name, tmp_path):
+    """Single words of 100,000 characters and more, and one short of where such words begin."""
+    print(f"BD_TEST_SEED={SEED}")
+    rng = random.Random(f"{SEED} {name} huge")
+    document = HUGE[name]()
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(document), encoding="utf-8")
+    reference = Tokenizer.from_str(json.dumps(document))
+    words = ["a" * 200_000, *("".join(rng.choices(letters, k=count)) for letters, count in (
+        ("abcdefghijklmnopqrstuvwxyz", 100_000), ("abcdefghijklmnopqrstuvwxyz", (1 << 16) - 1), ("ab", 70_000 + rng.randrange(999)),
+        ("etaoin", 100_000), ("aé東ж", 70_000), ("=-_*", 70_000), ("0123456789", 70_000)))]
+    words.append("".join(rng.choices("the of and ing tion er".split(), k=40_000)))
+    asks = [{"text": word, "add_special_tokens": False, "parse_special": True} for word in words]
+    for word, want, got in zip(words, reference.encode_batch(words, add_special_tokens=False), run_lines(path, asks)):
+        assert got["ids"] == want.ids, (SEED, word[:100], len(word))
+
+
 def refused(path):
     done = subprocess.run([BINARY, "tokenize", "--tokenizer", str(path)], input=b'{"text":"a"}\n', capture_output=True)
     assert done.returncode == 1 and done.stdout == b"", done

@@ -60,6 +60,64 @@ static void test_long_texts(void **state) {
     bd_strbuf_deinit(&run);
 }
 
+/* The word is tokenised with room for exactly its tokens and refused with room for one less. */
+static void check_room(const bd_tokenizer *t, const bd_strbuf *word, const char *name) {
+    bd_encode_options room = plain;
+    bd_token_vec ids = {0}, again = {0};
+    bd_error err;
+    bd_error_clear(&err);
+    if (bd_tokenizer_encode(t, word->data, word->len_bytes, &room, &ids, &err) != BD_OK)
+        fail_msg("%s: %s", name, err.message);
+    room.tokens_max = ids.count;
+    if (bd_tokenizer_encode(t, word->data, word->len_bytes, &room, &again, &err) != BD_OK)
+        fail_msg("%s: %s", name, err.message);
+    assert_int_equal(again.count, ids.count);
+    again.count = 0;
+    room.tokens_max = ids.count - 1;
+    assert_int_equal(bd_tokenizer_encode(t, word->data, word->len_bytes, &room, &again, &err),
+                     BD_E_LIMIT);
+    assert_int_equal(again.count, 0);
+    bd_token_vec_deinit(&ids);
+    bd_token_vec_deinit(&again);
+}
+
+/* What can be seen to have too many tokens without merging: the longest token there is, many times
+ * over, has the fewest for its length. */
+static void test_room_for_one_word(void **state) {
+    (void)state;
+    for (int i = 0; i <= TOKENIZER_COUNT; i++) {
+        const char *name = i < TOKENIZER_COUNT ? tokenizer_names[i] : "zen-mini";
+        bd_tokenizer *t =
+            i < TOKENIZER_COUNT ? support_load_named(name) : support_load(ZEN_MINI_FILE);
+        size_t longest = 0;
+        bd_strbuf word;
+        bd_strbuf_init(&word, 0);
+        for (int32_t id = 0; id < (int32_t)bd_tokenizer_vocab_size(t); id++) {
+            bd_strbuf text = support_decode(t, &id, 1, false);
+            bd_token_vec ids = {0};
+            bd_error err;
+            bool alone =
+                text.len_bytes > longest && text.data[0] != ' ' &&
+                bd_tokenizer_encode(t, text.data, text.len_bytes, &plain, &ids, &err) == BD_OK &&
+                ids.count == 1;
+            if (alone) {
+                longest = text.len_bytes;
+                bd_strbuf_clear(&word);
+                for (int times = 0; times < 500; times++)
+                    bd_strbuf_append(&word, text.data, text.len_bytes);
+            }
+            bd_token_vec_deinit(&ids);
+            bd_strbuf_deinit(&text);
+        }
+        assert_true(longest > 4);
+        check_room(t, &word, name);
+        memset(word.data, 'q', word.len_bytes);
+        check_room(t, &word, name);
+        bd_strbuf_deinit(&word);
+        bd_tokenizer_destroy(t);
+    }
+}
+
 static void test_nul_and_controls(void **state) {
     (void)state;
     static const char text[] = "a\0b\0\0\x01\x7f\0";
@@ -363,11 +421,11 @@ static void test_hostile_pattern(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_long_texts),      cmocka_unit_test(test_nul_and_controls),
-        cmocka_unit_test(test_invalid_utf8),    cmocka_unit_test(test_random_ids),
-        cmocka_unit_test(test_small_file),      cmocka_unit_test(test_cut_files),
-        cmocka_unit_test(test_mutated_files),   cmocka_unit_test(test_refusals),
-        cmocka_unit_test(test_hostile_pattern),
+        cmocka_unit_test(test_long_texts),       cmocka_unit_test(test_room_for_one_word),
+        cmocka_unit_test(test_nul_and_controls), cmocka_unit_test(test_invalid_utf8),
+        cmocka_unit_test(test_random_ids),       cmocka_unit_test(test_small_file),
+        cmocka_unit_test(test_cut_files),        cmocka_unit_test(test_mutated_files),
+        cmocka_unit_test(test_refusals),         cmocka_unit_test(test_hostile_pattern),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
