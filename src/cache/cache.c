@@ -156,8 +156,9 @@ static bd_status check_pages(const bd_cache *cache, const bd_delta *delta, uint3
         need_pages > cache->largest_need_pages ? need_pages : cache->largest_need_pages;
     if (need_pages == 0 || need_pages > cache->pages.count)
         return bd_fail(err, BD_E_LIMIT, delta->variant,
-                       "needs %" PRIu32 " pages of delta memory, there are %" PRIu32, need_pages,
-                       cache->pages.count);
+                       "needs %" PRIu32 " pages of delta memory, there are %" PRIu32
+                       "; more --slots give more pages",
+                       need_pages, cache->pages.count);
     if (need_pages > cache->pages.count - pinned)
         return bd_fail(err, BD_E_LIMIT, delta->variant,
                        "needs %" PRIu32 " pages of delta memory, %" PRIu64 " of %" PRIu32

@@ -227,8 +227,8 @@ bd_status bd_variant_open(bd_router *router, const char *given_name, const char 
                           bd_router_queue **out, bd_delta *delta, bd_error *err);
 bd_variant_mark bd_variant_mark_of(const char *dir);
 void bd_queue_take_config(bd_router_queue *queue, const bd_model_config *config);
-/* Fills served.files_digest; a file that is not there or cannot be read counts as none. */
-void bd_queue_digest_files(bd_router_queue *queue);
+/* Fills served.files_digest; a file that is not there counts as none. */
+BD_MUST_CHECK bd_status bd_queue_digest_files(bd_router_queue *queue, bd_error *err);
 
 /* scan.c: bd-scan, or the builder */
 typedef void (*bd_fault_report)(void *ctx, const char *dir, const bd_error *err);

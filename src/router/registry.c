@@ -99,7 +99,9 @@ static bd_status add_base(bd_router *router, bd_error *err) {
         served->is_base = true;
         served->tokenizer = router->options.tokenizer;
         bd_queue_take_config(queue, config);
-        bd_queue_digest_files(queue);
+        status = bd_queue_digest_files(queue, err);
+    }
+    if (status == BD_OK) {
         status = put_name(router, queue, err);
     }
     if (status != BD_OK) {

@@ -8,14 +8,23 @@
 #include <sys/stat.h>
 
 #include "bitdelta/base/file.h"
+#include "bitdelta/tokenizer/chat_template.h"
 #include "internal.h"
 
-enum { PATH_BYTES = 4096, SIDE_FILE_BYTES_MAX = 512 << 20 };
+enum { PATH_BYTES = 4096 };
+
+typedef struct side_file {
+    const char *name;
+    size_t bytes_max; /* what whoever reads it takes */
+} side_file;
 
 /* All that is read of a variant beside delta.json and the shards, which delta.json has sums of. */
-static const char *const side_files[] = {"config.json",         "generation_config.json",
-                                         "tokenizer.json",      "tokenizer_config.json",
-                                         "chat_template.jinja", "chat_template.json"};
+static const side_file side_files[] = {{"config.json", 4 << 20},
+                                       {"generation_config.json", 4 << 20},
+                                       {"tokenizer.json", BD_TOKENIZER_FILE_BYTES_MAX},
+                                       {"tokenizer_config.json", 16 << 20},
+                                       {"chat_template.jinja", BD_CHAT_TEMPLATE_BYTES_MAX},
+                                       {"chat_template.json", 16 << 20}};
 enum { SIDE_FILES = sizeof side_files / sizeof side_files[0] };
 
 void bd_queue_take_config(bd_router_queue *queue, const bd_model_config *config) {
@@ -27,16 +36,20 @@ void bd_queue_take_config(bd_router_queue *queue, const bd_model_config *config)
     memcpy(served->eos_ids, config->eos_ids, sizeof served->eos_ids);
 }
 
-/* Each file's number and size, then its bytes. */
-void bd_queue_digest_files(bd_router_queue *queue) {
+/* Each file's number and size, then its bytes. One that is there and cannot be read is found out
+ * now, not by the first chat. */
+bd_status bd_queue_digest_files(bd_router_queue *queue, bd_error *err) {
     struct sha256_ctx hash;
     sha256_init(&hash);
     for (uint8_t i = 0; i < SIDE_FILES; i++) {
+        const side_file *file = &side_files[i];
         char path[PATH_BYTES], *data = NULL;
         size_t bytes = 0;
-        if (bd_path_join(path, sizeof path, queue->dir, side_files[i], NULL) != BD_OK) continue;
+        bd_status status = bd_path_join(path, sizeof path, queue->dir, file->name, err);
+        if (status != BD_OK) return status;
         if (!bd_file_exists(path)) continue;
-        if (bd_file_read(path, SIDE_FILE_BYTES_MAX, &data, &bytes, NULL) != BD_OK) continue;
+        status = bd_file_read(path, file->bytes_max, &data, &bytes, err);
+        if (status != BD_OK) return status;
         sha256_update(&hash, sizeof i, &i);
         sha256_update(&hash, sizeof bytes, (const uint8_t *)&bytes);
         sha256_update(&hash, bytes, (const uint8_t *)data);
@@ -47,6 +60,7 @@ void bd_queue_digest_files(bd_router_queue *queue) {
 #else
     sha256_digest(&hash, sizeof queue->served.files_digest, queue->served.files_digest);
 #endif
+    return BD_OK;
 }
 
 static uint64_t mix(uint64_t hash, uint64_t word) {
@@ -72,7 +86,7 @@ static uint64_t mix_file(uint64_t hash, const char *dir, const char *name) {
 bd_variant_mark bd_variant_mark_of(const char *dir) {
     bd_variant_mark mark = {.manifest = mix_file(1, dir, "delta.json"), .side_files = 1};
     for (size_t i = 0; i < SIDE_FILES; i++)
-        mark.side_files = mix_file(mark.side_files, dir, side_files[i]);
+        mark.side_files = mix_file(mark.side_files, dir, side_files[i].name);
     return mark;
 }
 
@@ -122,8 +136,8 @@ static bd_status read_side_files(bd_router *router, bd_router_queue *queue, bd_e
         return bd_fail(err, BD_E_UNSUPPORTED, "vocab_size",
                        "%s: vocab_size %u, there is room for %u", queue->dir, config.vocab, most);
     bd_queue_take_config(queue, &config);
-    bd_queue_digest_files(queue);
-    return load_tokenizer(router, queue, err);
+    status = bd_queue_digest_files(queue, err);
+    return status == BD_OK ? load_tokenizer(router, queue, err) : status;
 }
 
 bd_status bd_variant_open(bd_router *router, const char *given_name, const char *dir,

@@ -67,7 +67,10 @@ bd_status bd_tokenizer_load(bd_tokenizer **out, const char *path, bd_error *err)
     size_t bytes = 0;
     bd_status s = bd_file_read(path, BD_TOKENIZER_FILE_BYTES_MAX, &json, &bytes, err);
     if (s != BD_OK) return s;
-    s = bd_tokenizer_parse(out, json, bytes, path, err);
+    bd_error fault;
+    bd_error_clear(&fault);
+    s = bd_tokenizer_parse(out, json, bytes, path, &fault);
     free(json);
-    return s;
+    /* Where only the message is shown, it has to say which file it is about. */
+    return s == BD_OK ? BD_OK : bd_fail(err, s, path, "%.200s: %.240s", path, fault.message);
 }

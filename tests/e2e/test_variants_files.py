@@ -2,10 +2,11 @@
 
 import json
 import os
+import subprocess
 
 import pytest
 import requests
-from conftest import ROOT
+from conftest import BINARY, ROOT
 from variants_support import copy_variant, golden_body, goldens, rescan, variants
 
 C = "zen-mini-c"
@@ -84,6 +85,44 @@ def test_each_file_is_noticed(launch, folder, name):
     assert rescan(server)["replaced"] == [C]
     assert look(server) == before
     assert start == {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix != ".safetensors"}
+
+
+UNREADABLE = {
+    "fifo": ("chat_template.jinja", os.mkfifo, "is not a regular file"),
+    "huge": ("chat_template.jinja", lambda path: path.write_bytes(b"x" * ((256 << 10) + 1)), "is longer than the limit of 262144 bytes"),
+    "folder": ("chat_template.json", lambda path: path.mkdir(), "is not a regular file"),
+    "empty": ("tokenizer.json", lambda path: path.write_text("{}"), "must be an object"),
+}
+
+
+def test_files_that_cannot_be_read(launch, folder):
+    """Whatever they are for, the variant is refused when it is looked at, naming the file."""
+    server = launch(deltas=str(folder.parent))
+    for name, (file, make, _) in UNREADABLE.items():
+        make(copy_variant("zen-mini-sql", folder.parent / name, name) / file)
+    reply = rescan(server)
+    refused = {one["path"]: one["failure"] for one in reply["refused"]}
+    assert reply["added"] == [] and reply["unchanged"] == 1
+    assert sorted(refused) == sorted(str(folder.parent / name) for name in UNREADABLE)
+    for name, (file, _, told) in UNREADABLE.items():
+        path = folder.parent / name / file
+        assert str(path) in refused[str(path.parent)] and told in refused[str(path.parent)]
+        path.rmdir() if path.is_dir() else path.unlink()
+    listed = requests.get(server.admin_url + "/admin/variants", timeout=20).json()["refused"]
+    assert {one["path"]: one["failure"] for one in listed} == refused
+    assert sorted(rescan(server)["added"]) == sorted(UNREADABLE)
+
+
+def test_what_needs_more_slots_says_so(launch, tmp_path):
+    command = [BINARY, "compress", "--base", "demo/zen-mini", "--finetuned", "demo/finetuned/zen-mini-coder", "--bits", "4",
+               "--out", tmp_path / "deltas" / "fine"]
+    (tmp_path / "deltas").mkdir()
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
+    server = launch("--slots", "2", deltas=str(tmp_path / "deltas"))
+    assert variants(server) == {}
+    refused, = rescan(server)["refused"]
+    assert refused["path"].endswith("/fine") and "--slots" in refused["failure"]
+    assert variants(launch("--slots", "4", deltas=str(tmp_path / "deltas"))).keys() == {"fine"}
 
 
 @pytest.mark.parametrize("how", ["rescan", "order"])
