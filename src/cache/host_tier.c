@@ -9,6 +9,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "bitdelta/base/log.h"
 
@@ -89,6 +90,12 @@ bd_status bd_host_tier_create(const bd_host_options *options, bd_host_tier **out
                        "%" PRIu64 " bytes",
                        options->bytes, BLOCK_BYTES);
     }
+    const long pages = sysconf(_SC_PHYS_PAGES), page_bytes = sysconf(_SC_PAGESIZE);
+    const uint64_t machine = pages > 0 ? (uint64_t)pages * (uint64_t)page_bytes : UINT64_MAX;
+    if (tier->options.bytes > machine)
+        bd_log(BD_LOG_WARN, "cache",
+               "host_bytes=%" PRIu64 " is more than the %" PRIu64 " bytes of this machine's memory",
+               tier->options.bytes, machine);
     tier->step_cap = (uint32_t)steps;
     tier->steps = calloc(steps, sizeof *tier->steps);
     tier->free_blocks = calloc(blocks, sizeof(void *));

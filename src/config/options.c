@@ -167,8 +167,56 @@ static bd_status check_required(parser *p) {
     return BD_OK;
 }
 
+/* As a browser writes it: nothing after the port. A path or a slash would never be equal to what
+ * it sends. */
+static bool is_origin(const char *text) {
+    const char *host = strstr(text, "://");
+    if (strcmp(text, "*") == 0 || strcmp(text, "null") == 0) return true;
+    if (!host || host == text) return false;
+    for (const char *at = text; at < host; at++)
+        if (!strchr("abcdefghijklmnopqrstuvwxyz0123456789+-.", *at)) return false;
+    host += 3;
+    const bool bracket = *host == '[';
+    const size_t bytes = bracket ? strcspn(host, "]") + 1 : strcspn(host, ":");
+    for (size_t i = 0; i < bytes; i++) {
+        const unsigned char c = (unsigned char)host[i];
+        if (c <= ' ' || c >= 0x7f || strchr(bracket ? "/?#@\\\"'" : "/?#@\\\"'[]", c)) return false;
+    }
+    const char *port = host + bytes;
+    if (bytes == 0 || *port == '\0') return bytes > 0;
+    return *port == ':' && port[1] && port[1 + strspn(port + 1, "0123456789")] == '\0';
+}
+
+enum { PREFILL_CHUNK_TOKENS = 256, HOST_BLOCK_BYTES = 256 << 10 };
+
+static bd_status check_ranks(parser *p, uint32_t ranks, const char *config_path) {
+    if (ranks <= 8 && (ranks & (ranks - 1)) == 0) return BD_OK;
+    p->out->wrong_usage = !config_path;
+    return bd_fail(p->err, BD_E_ARGUMENT, config_path ? config_path : "--tensor-parallel",
+                   "tensor_parallel: the model can be split over 1, 2, 4 or 8 ranks, not %u",
+                   ranks);
+}
+
 static bd_status check_serve(parser *p) {
-    const bd_serve_options *o = &p->out->serve;
+    bd_serve_options *o = &p->out->serve;
+    bd_status status = check_ranks(p, o->tensor_parallel, o->config_path);
+    if (status != BD_OK) return status;
+    if (o->cors_origin && !is_origin(o->cors_origin)) {
+        p->out->wrong_usage = !o->config_path;
+        return bd_fail(p->err, BD_E_ARGUMENT, o->config_path ? o->config_path : "--cors-origin",
+                       "cors_origin: \"%.128s\" is not an origin: scheme://host or "
+                       "scheme://host:port as browsers send it, or *",
+                       o->cors_origin);
+    }
+    if (o->host_bytes > 0 && o->host_bytes < HOST_BLOCK_BYTES) {
+        p->out->wrong_usage = !o->config_path;
+        return bd_fail(p->err, BD_E_ARGUMENT, o->config_path ? o->config_path : "--host-bytes",
+                       "host_bytes (%llu) is less than one block of %u bytes, the least there is",
+                       (unsigned long long)o->host_bytes, HOST_BLOCK_BYTES);
+    }
+    if (o->prefill_chunk_tokens == 0)
+        o->prefill_chunk_tokens =
+            o->max_batch_tokens < PREFILL_CHUNK_TOKENS ? o->max_batch_tokens : PREFILL_CHUNK_TOKENS;
     if (o->loads_in_parallel > o->read_depth) {
         p->out->wrong_usage = !o->config_path;
         return bd_fail(p->err, BD_E_ARGUMENT,
@@ -209,6 +257,8 @@ static bd_status check_reshard(parser *p) {
 
 static bd_status check_generate(parser *p) {
     const bd_generate_options *o = &p->out->generate;
+    const bd_status status = check_ranks(p, o->tensor_parallel, NULL);
+    if (status != BD_OK) return status;
     if (!o->prompt && o->prompt_ids.count == 0) {
         return fail_usage(p, "--prompt", "is required, or --prompt-ids");
     }
@@ -237,6 +287,8 @@ static bd_status check_options(parser *p) {
     if (p->out->command == BD_COMMAND_COMPRESS) return check_compress(p);
     if (p->out->command == BD_COMMAND_RESHARD) return check_reshard(p);
     if (p->out->command == BD_COMMAND_GENERATE) return check_generate(p);
+    if (p->out->command == BD_COMMAND_PLAN)
+        return check_ranks(p, p->out->plan.tensor_parallel, NULL);
     if (p->out->command == BD_COMMAND_HELP) return check_help(p);
     return BD_OK;
 }

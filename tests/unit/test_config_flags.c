@@ -229,8 +229,16 @@ static void test_wrong_usage(void **state) {
         {"serve --base x --listen a:", "--listen", "HOST:PORT"},
         {"serve --base x --listen none", "--listen", "HOST:PORT"},
         {"serve --base x --listen a:1 --admin a:1", "--admin", "both a:1"},
-        {"serve --base x --max-batch-tokens 100", "--prefill-chunk-tokens",
-         "(256) is over max_batch_tokens (100)"},
+        {"serve --base x --max-batch-tokens 100 --prefill-chunk-tokens 101",
+         "--prefill-chunk-tokens", "(101) is over max_batch_tokens (100)"},
+        {"serve --base x --tensor-parallel 3", "--tensor-parallel", "1, 2, 4 or 8 ranks, not 3"},
+        {"plan --base x --tensor-parallel 6", "--tensor-parallel", "1, 2, 4 or 8 ranks, not 6"},
+        {"generate --base x --prompt y --tensor-parallel 7", "--tensor-parallel",
+         "1, 2, 4 or 8 ranks, not 7"},
+        {"serve --base x --host-bytes 1", "--host-bytes", "less than one block"},
+        {"serve --base x --host-bytes 262143", "--host-bytes", "less than one block"},
+        {"serve --base x --host-bytes 1000000000000000000", "--host-bytes", "not in 0.."},
+        {"serve --base x --host-bytes 1e18", "--host-bytes", "not a size"},
         {"serve --base x --loads-in-parallel 9", "--loads-in-parallel",
          "(9) is over read_depth (8)"},
         {"serve --base x --config=", "--config", "empty"},
@@ -274,6 +282,51 @@ static void test_wrong_usage(void **state) {
             fail_msg("%s: %s, subject %s, %s", k_rows[i].line, bd_status_name(status), err.subject,
                      err.message);
         }
+    }
+}
+
+/* The chunk of a prompt follows the step where it is not given itself. */
+static void test_chunk_of_small_steps(void **state) {
+    (void)state;
+    bd_invocation inv;
+    parse_ok(&inv, "serve --base x --max-batch-tokens 100");
+    assert_int_equal(inv.serve.prefill_chunk_tokens, 100);
+    bd_invocation_deinit(&inv);
+    parse_ok(&inv, "serve --base x --max-batch-tokens 5000 --prefill-chunk-tokens 700");
+    assert_int_equal(inv.serve.prefill_chunk_tokens, 700);
+    bd_invocation_deinit(&inv);
+    parse_ok(&inv, "serve --base x --host-bytes 256KiB");
+    bd_invocation_deinit(&inv);
+}
+
+/* One argument, since parse() cuts lines at spaces. */
+static void test_origins(void **state) {
+    (void)state;
+    static const char *const good[] = {"*",
+                                       "null",
+                                       "https://chat.example",
+                                       "http://localhost:3000",
+                                       "http://[::1]:8000",
+                                       "http://[::1]",
+                                       "app+x.1://a_b"};
+    static const char *const bad[] = {
+        "x y",         "https://a b",      "chat.example",  "https://",      "https://a/",
+        "https://a/b", "https://a?b",      "https://a:",    "https://a:8x",  "HTTPS://a",
+        "https://u@a", "https://[::1",     "://a",          "https://a:1:2", "https://a, https://b",
+        "https://[]x", "https://a\r\nb:c", "https://[::1]x"};
+    bd_error err;
+    bd_invocation inv;
+    const char *args[] = {"serve", "--base", "x", "--cors-origin", NULL};
+    for (size_t i = 0; i < sizeof good / sizeof good[0]; i++) {
+        args[4] = good[i];
+        if (bd_invocation_parse(&inv, 5, args, &err) != BD_OK) fail_msg("%s refused", good[i]);
+        bd_invocation_deinit(&inv);
+    }
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        args[4] = bad[i];
+        if (bd_invocation_parse(&inv, 5, args, &err) == BD_OK) fail_msg("%s taken", bad[i]);
+        assert_string_equal(err.subject, "--cors-origin");
+        assert_true(inv.wrong_usage);
     }
 }
 
@@ -462,11 +515,18 @@ static void test_random_lines(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_serve_defaults), cmocka_unit_test(test_serve_values),
-        cmocka_unit_test(test_other_commands), cmocka_unit_test(test_wrong_usage),
-        cmocka_unit_test(test_environment),    cmocka_unit_test(test_help),
-        cmocka_unit_test(test_examples_parse), cmocka_unit_test(test_table),
-        cmocka_unit_test(test_describe),       cmocka_unit_test(test_random_lines),
+        cmocka_unit_test(test_serve_defaults),
+        cmocka_unit_test(test_serve_values),
+        cmocka_unit_test(test_other_commands),
+        cmocka_unit_test(test_wrong_usage),
+        cmocka_unit_test(test_chunk_of_small_steps),
+        cmocka_unit_test(test_origins),
+        cmocka_unit_test(test_environment),
+        cmocka_unit_test(test_help),
+        cmocka_unit_test(test_examples_parse),
+        cmocka_unit_test(test_table),
+        cmocka_unit_test(test_describe),
+        cmocka_unit_test(test_random_lines),
     };
     return cmocka_run_group_tests(tests, setup, NULL);
 }
