@@ -3,6 +3,7 @@
  */
 #include <stdio.h>
 #include <string.h>
+#include <time.h>
 
 #include "bitdelta/base/log.h"
 #include "bitdelta/config/options.h"
@@ -19,6 +20,21 @@ enum { EXIT_DONE = 0, EXIT_INPUT = 1, EXIT_USAGE = 2, EXIT_INTERNAL = 3 };
 
 static int exit_of(bd_status status) {
     return status == BD_OK ? EXIT_DONE : status == BD_E_INTERNAL ? EXIT_INTERNAL : EXIT_INPUT;
+}
+
+/* A number of ranks that the model cannot be split over is wrong usage, of every command. */
+static bool wrong_ranks(int code, const bd_error *err) {
+    return code == EXIT_INPUT && err->status == BD_E_UNSUPPORTED &&
+           strcmp(err->subject, "tensor_parallel") == 0;
+}
+
+/* Log lines count from the boot of the machine; this one says when that was. */
+static void log_start(void) {
+    char date[32];
+    const time_t now = time(NULL);
+    struct tm utc;
+    if (gmtime_r(&now, &utc) && strftime(date, sizeof date, "%Y-%m-%dT%H:%M:%SZ", &utc) > 0)
+        bd_log(BD_LOG_INFO, "serve", "starting version=%s date=%s", BD_VERSION, date);
 }
 
 /* Most messages name their subject already. */
@@ -165,6 +181,7 @@ static int run(const bd_invocation *invocation, bd_error *err) {
     switch (invocation->command) {
     case BD_COMMAND_SERVE: {
         bool wrong_usage;
+        log_start();
         bd_status status = bd_serve_run(&invocation->serve, &wrong_usage, err);
         return wrong_usage ? EXIT_USAGE : exit_of(status);
     }
@@ -210,7 +227,8 @@ int main(int argc, char **argv) {
             fprintf(stderr, "try: bitdelta help%s%s\n", known ? " " : "", known ? command : "");
         return invocation.wrong_usage ? EXIT_USAGE : exit_of(status);
     }
-    const int code = run(&invocation, &err);
+    int code = run(&invocation, &err);
+    if (wrong_ranks(code, &err)) code = EXIT_USAGE;
     if (code != EXIT_DONE) complain(&err);
     bd_invocation_deinit(&invocation);
     /* Output that could not be written (a full disk, a closed pipe) is not success. */

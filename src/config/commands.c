@@ -39,7 +39,8 @@ static const command_row k_commands[BD_COMMAND_COUNT] = {
          .usage = "bitdelta tokenize --tokenizer FILE [--decode]",
          .details = "Reads {\"text\", \"add_special_tokens\", \"parse_special\"} and writes "
                     "{\"ids\"}; with "
-                    "--decode reads {\"ids\", \"skip_special_tokens\"} and writes {\"text\"}.",
+                    "--decode reads {\"ids\", \"skip_special_tokens\"} and writes {\"text\"}; "
+                    "ids that no token has are passed over, as the tokenizers package does.",
          .example = "echo '{\"text\":\"hello\"}' | bitdelta tokenize --tokenizer "
                     "demo/zen-mini/tokenizer.json"},
     [BD_COMMAND_HASH_KEY] =

@@ -36,13 +36,16 @@ static bd_status check_prefix(const char *path, const uint8_t prefix[PREFIX_BYTE
     for (uint32_t i = 0; i < PREFIX_BYTES; i++)
         value |= (uint64_t)prefix[i] << (8 * i);
     if (value > BD_SAFETENSORS_HEADER_BYTES_MAX) {
-        return bd_fail(err, BD_E_FORMAT, path, "%s: header of %llu bytes is over the limit of %u",
+        return bd_fail(err, BD_E_FORMAT, path,
+                       "%s is not a safetensors file, or is damaged: its header would have %llu "
+                       "bytes, the limit is %u",
                        path, (unsigned long long)value, BD_SAFETENSORS_HEADER_BYTES_MAX);
     }
     if (value > file_bytes - PREFIX_BYTES) {
         return bd_fail(err, BD_E_FORMAT, path,
-                       "%s: header of %llu bytes runs past the end of the file (%llu bytes)", path,
-                       (unsigned long long)value, (unsigned long long)file_bytes);
+                       "%s is not a safetensors file, or is damaged: its header of %llu bytes runs "
+                       "past the end of the file (%llu bytes)",
+                       path, (unsigned long long)value, (unsigned long long)file_bytes);
     }
     *header_bytes = value;
     return BD_OK;
@@ -65,7 +68,8 @@ static bool read_fully(int fd, void *out, size_t bytes, off_t at) {
 }
 
 static bd_status too_short(const char *path, bd_error *err) {
-    return bd_fail(err, BD_E_FORMAT, path, "%s: too short to be a safetensors file", path);
+    return bd_fail(err, BD_E_FORMAT, path,
+                   "%s is not a safetensors file: it is too short to be one", path);
 }
 
 /* Header-only: *text is malloc'ed. */
@@ -314,7 +318,9 @@ static bd_status parse_header(bd_safetensors *file, const char *text, uint64_t b
                               bd_error *err) {
     file->data_at = PREFIX_BYTES + bytes;
     if (bytes == 0 || text[0] != '{') {
-        return bd_fail(err, BD_E_FORMAT, file->path, "%s: the header does not begin with '{'",
+        return bd_fail(err, BD_E_FORMAT, file->path,
+                       "%s is not a safetensors file, or is damaged: the header does not begin "
+                       "with '{'",
                        file->path);
     }
     cJSON *root = NULL;

@@ -15,7 +15,8 @@ enum { KV_BLOCK_TOKENS = 16, ROPE_TABLES_MAX = 33 };
 
 typedef struct deltas { /* what the manifests of a directory add up to */
     uint32_t count, unreadable, extra_rows;
-    uint64_t pages, pages_max; /* of all of them, of the largest */
+    uint64_t pages, pages_max;     /* of all of them, of the largest */
+    bd_strbuf faults, faults_json; /* of those that cannot be read: lines; elements of an array */
 } deltas;
 
 typedef struct planned {
@@ -30,11 +31,21 @@ typedef struct planned {
     bd_error refusal;
 } planned;
 
+static void add_fault(deltas *found, const char *dir, const bd_error *err) {
+    bd_strbuf_printf(&found->faults, "  %s: %s\n", dir, err->message);
+    bd_strbuf_puts(&found->faults_json, found->unreadable++ ? ",{\"path\":" : "{\"path\":");
+    bd_strbuf_json_string(&found->faults_json, dir, strlen(dir));
+    bd_strbuf_puts(&found->faults_json, ",\"failure\":");
+    bd_strbuf_json_string(&found->faults_json, err->message, strlen(err->message));
+    bd_strbuf_puts(&found->faults_json, "}");
+}
+
 static void add_delta(planned *p, const char *dir) {
     bd_delta delta;
     bd_model_config own;
-    if (bd_delta_open(dir, &delta, NULL) != BD_OK) {
-        p->found.unreadable++;
+    bd_error fault;
+    if (bd_delta_open(dir, &delta, &fault) != BD_OK) {
+        add_fault(&p->found, dir, &fault);
         return;
     }
     const uint64_t pages = bd_overlay_pages_of(&p->rank, p->ops, &delta);
@@ -91,6 +102,9 @@ static void write_text(const planned *p, bd_strbuf *b) {
     bd_strbuf_printf(b, "%-14s %12.1f  %llu tokens\n", "KV cache", mib(m->kv),
                      (unsigned long long)kv_tokens);
     bd_strbuf_printf(b, "%-14s %12.1f\n", "total", mib(m->total));
+    if (p->options.rank_count > 1)
+        bd_strbuf_printf(b, "%-14s %12.1f  at most: the last may have less of the vocabulary\n",
+                         "all ranks", mib(m->total * p->options.rank_count));
     if (m->available) {
         bd_strbuf_printf(b, "%-14s %12.1f\n", "available", mib(m->available));
         bd_strbuf_printf(b, "%-14s %12.1f\n", "remains", mib(m->available) - mib(m->total));
@@ -101,7 +115,8 @@ static void write_text(const planned *p, bd_strbuf *b) {
         bd_strbuf_printf(b, "deltas found: %u, %llu pages together, the largest %llu%s\n",
                          p->found.count, (unsigned long long)p->found.pages,
                          (unsigned long long)p->found.pages_max,
-                         p->found.unreadable ? "; some cannot be read" : "");
+                         p->found.unreadable ? "; these cannot be read:" : "");
+    if (p->found.unreadable) bd_strbuf_append(b, p->found.faults.data, p->found.faults.len_bytes);
 }
 
 static void write_json(const planned *p, bd_strbuf *b) {
@@ -109,30 +124,38 @@ static void write_json(const planned *p, bd_strbuf *b) {
     const struct {
         const char *name;
         uint64_t value;
-    } numbers[] = {{"weights_bytes", m->weights},
-                   {"workspace_bytes", m->workspace},
-                   {"logits_bytes", m->logits},
-                   {"delta_bytes", m->deltas},
-                   {"kv_bytes", m->kv},
-                   {"total_bytes", m->total},
-                   {"available_bytes", m->available},
-                   {"page_bytes", p->page_bytes},
-                   {"tensor_parallel", p->options.rank_count ? p->options.rank_count : 1},
-                   {"slots", p->options.delta_slots},
-                   {"pages_per_slot", p->slot_pages},
-                   {"deltas", p->found.count},
-                   {"delta_pages", p->found.pages},
-                   {"deltas_unreadable", p->found.unreadable},
-                   {"kv_tokens", (uint64_t)m->kv_blocks * KV_BLOCK_TOKENS}};
+    } numbers[] = {
+        {"weights_bytes", m->weights},
+        {"workspace_bytes", m->workspace},
+        {"logits_bytes", m->logits},
+        {"delta_bytes", m->deltas},
+        {"kv_bytes", m->kv},
+        {"total_bytes", m->total},
+        {"all_ranks_bytes", m->total * (p->options.rank_count ? p->options.rank_count : 1)},
+        {"available_bytes", m->available},
+        {"page_bytes", p->page_bytes},
+        {"tensor_parallel", p->options.rank_count ? p->options.rank_count : 1},
+        {"slots", p->options.delta_slots},
+        {"pages_per_slot", p->slot_pages},
+        {"deltas", p->found.count},
+        {"delta_pages", p->found.pages},
+        {"deltas_unreadable", p->found.unreadable},
+        {"kv_tokens", (uint64_t)m->kv_blocks * KV_BLOCK_TOKENS}};
     bd_strbuf_printf(b, "{\"backend\":\"%s\",\"fits\":%s", p->ops->name,
                      p->fits == BD_OK ? "true" : "false");
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
         bd_strbuf_printf(b, ",\"%s\":%llu", numbers[i].name, (unsigned long long)numbers[i].value);
-    bd_strbuf_puts(b, "}\n");
+    bd_strbuf_puts(b, ",\"unreadable\":[");
+    if (p->found.unreadable)
+        bd_strbuf_append(b, p->found.faults_json.data, p->found.faults_json.len_bytes);
+    bd_strbuf_puts(b, "]}\n");
 }
 
 static bd_status make_plan(const bd_plan_request *r, planned *p, bd_error *err) {
     p->ops = bd_backend_table(r->backend);
+    /* auto: a backend that can do what is asked for. */
+    if (p->ops && !p->ops->comm && r->rank_count > 1 && r->backend == BD_BACKEND_AUTO)
+        p->ops = bd_backend_cpu_ops();
     if (!p->ops)
         return bd_fail(err, BD_E_UNSUPPORTED, "backend", "this program was built without CUDA");
     bd_status s = bd_model_config_read(r->base_dir, &p->config, err);
@@ -168,24 +191,34 @@ static bd_status make_plan(const bd_plan_request *r, planned *p, bd_error *err) 
     return p->fits == BD_OK || p->fits == BD_E_LIMIT ? BD_OK : p->fits;
 }
 
-bd_status bd_plan_run(const bd_plan_request *request, FILE *out, bd_error *err) {
-    planned p = {.fits = BD_OK};
-    bd_status s = make_plan(request, &p, err);
-    if (s != BD_OK) {
-        if (err && err->status == BD_OK) *err = p.refusal;
-        return s;
-    }
+static bd_status write_plan(const planned *p, bool json, FILE *out, bd_error *err) {
+    bd_status s = BD_OK;
     bd_strbuf text;
     bd_strbuf_init(&text, 0);
-    if (request->json)
-        write_json(&p, &text);
+    if (json)
+        write_json(p, &text);
     else
-        write_text(&p, &text);
-    if (text.failed)
+        write_text(p, &text);
+    if (text.failed || p->found.faults.failed || p->found.faults_json.failed)
         s = bd_fail(err, BD_E_MEMORY, "plan", "out of memory");
     else if (fputs(text.data, out) == EOF || fflush(out) != 0)
         s = bd_fail(err, BD_E_IO, NULL, "cannot write the plan");
     bd_strbuf_deinit(&text);
-    if (s == BD_OK && p.fits != BD_OK && err) *err = p.refusal;
-    return s == BD_OK ? p.fits : s;
+    return s;
+}
+
+bd_status bd_plan_run(const bd_plan_request *request, FILE *out, bd_error *err) {
+    planned p = {.fits = BD_OK};
+    bd_strbuf_init(&p.found.faults, 0);
+    bd_strbuf_init(&p.found.faults_json, 0);
+    bd_status s = make_plan(request, &p, err);
+    if (s != BD_OK) {
+        if (err && err->status == BD_OK) *err = p.refusal;
+    } else if ((s = write_plan(&p, request->json, out, err)) == BD_OK) {
+        s = p.fits;
+        if (s != BD_OK && err) *err = p.refusal;
+    }
+    bd_strbuf_deinit(&p.found.faults);
+    bd_strbuf_deinit(&p.found.faults_json);
+    return s;
 }

@@ -59,10 +59,11 @@ static bd_status decode_line(line_job *job, bd_json_span object) {
     bd_detok_init(&detok, job->tokenizer, skip_special);
     while (s == BD_OK && bd_json_array_next(list, &cursor, &item)) {
         int32_t id;
-        if (bd_json_int32(item, &id))
+        if (bd_json_int32(item, &id) && id >= 0) /* one that no token has is passed over */
             bd_detok_push(&detok, id, &job->text);
         else
-            s = bd_fail(job->err, BD_E_FORMAT, job->subject, "\"ids\" must hold 32-bit integers");
+            s = bd_fail(job->err, BD_E_FORMAT, job->subject,
+                        "\"ids\" must hold 32-bit integers from 0 on");
     }
     bd_detok_flush(&detok, &job->text);
     bd_detok_deinit(&detok);

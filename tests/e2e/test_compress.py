@@ -620,6 +620,8 @@ def test_names(tmp_path):
         assert "variant name" in compress(base, tuned, tmp_path / "d", "--variant", bad, status=1).stderr
         assert "base name" in compress(base, tuned, tmp_path / "d", "--base-name", bad, status=1).stderr
     assert "--variant" in compress(base, tuned, tmp_path / "it's", status=1).stderr
+    for same in (["--variant", "base"], ["--base-name", "d"]):  # a server would refuse it
+        assert "the base's name" in compress(base, tuned, tmp_path / "d", *same, status=1).stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "tuned"]
     compress(base, tuned, tmp_path / "it's", "--variant", "org/a model..1")
     assert json.loads((tmp_path / "it's" / "delta.json").read_text())["variant"] == "org/a model..1"
@@ -754,7 +756,11 @@ def test_inspect_models_and_files(tmp_path):
     config = DEMO / "zen-mini" / "config.json"
     assert "config.json is not a directory" in compress(DEMO / "zen-mini", config, tmp_path / "d", status=1).stderr
     (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", 1 << 40) + b"{}")
-    assert "x.safetensors" in bitdelta("inspect", tmp_path / "x.safetensors", status=1).stderr
+    (tmp_path / "short").write_bytes(b"none")
+    (tmp_path / "text").write_bytes(struct.pack("<Q", 4) + b"none")
+    for name in ("x.safetensors", "short", "text"):
+        assert f"{tmp_path / name} is not a safetensors file" in bitdelta("inspect", tmp_path / name, status=1).stderr
+    assert f"{config} is not a safetensors file" in bitdelta("inspect", config, status=1).stderr
 
 
 def test_the_safetensors_package_reads_our_files(tmp_path):

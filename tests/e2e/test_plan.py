@@ -1,9 +1,13 @@
 """`bitdelta plan` as its users run it, and the plan that `serve` logs: the same numbers."""
+import datetime
 import json
 import os
 import pathlib
 import re
 import subprocess
+import time
+
+import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BINARY = os.environ.get("BITDELTA_BIN", str(ROOT / "build" / "bitdelta"))
@@ -34,6 +38,47 @@ def test_refusal_names_the_sum():
     assert re.search(r"does not fit: [\d.]+ MiB = weights [\d.]+ \+ workspace [\d.]+ \+ KV cache", done.stderr)
     assert "remains" in done.stdout
     assert plan("--device-bytes", "30", "--slots", "0", "--base", "/no/such/model", status=1).stderr
+
+
+def test_deltas_that_cannot_be_read_are_named(tmp_path):
+    for name in ("good", "odd", "worse"):
+        (tmp_path / name).mkdir()
+    good = (ROOT / "demo" / "deltas" / "zen-mini-c" / "delta.json").read_text()
+    (tmp_path / "good" / "delta.json").write_text(good)
+    (tmp_path / "odd" / "delta.json").write_text('{"format": "other"}')
+    (tmp_path / "worse" / "delta.json").write_text("{")
+    text = plan("--deltas", tmp_path).stdout
+    assert "deltas found: 1," in text
+    for name in ("odd", "worse"):
+        assert len(re.findall(rf"^  {tmp_path / name}: .+", text, re.M)) == 1
+    got = json.loads(plan("--deltas", tmp_path, "--json").stdout)
+    assert got["deltas"] == 1 and got["deltas_unreadable"] == 2
+    assert sorted(one["path"] for one in got["unreadable"]) == [str(tmp_path / name) for name in ("odd", "worse")]
+    assert all(one["failure"] for one in got["unreadable"])
+    assert json.loads(plan("--json").stdout)["unreadable"] == []
+
+
+@pytest.mark.parametrize("tokens", [1, 2047])
+def test_kv_of_less_than_a_context_is_warned_of(launch, tokens):
+    """And what does not fit is refused, while what does is answered."""
+    server = launch("--kv-tokens", str(tokens), deltas=None)
+    held = -(-tokens // 16) * 16
+    warned = [line for line in server.lines if "level=warn" in line and "holds no sequence of the whole context of 2048" in line]
+    assert len(warned) == (1 if held < 2048 else 0) and all(f"kv_tokens={held}" in line for line in warned)
+    server.complete([5] * 8, max_tokens=8)
+    answer = server.post("/v1/completions", {"prompt": [5] * 2000, "max_tokens": 48, "ignore_eos": True})
+    assert answer.status_code == (400 if held < 2048 else 200), answer.text
+
+
+def test_host_memory_beyond_the_machine_is_warned_of(launch):
+    assert [line for line in launch("--host-bytes", "15TiB").lines if "level=warn" in line and "host_bytes=16492674416640" in line]
+    assert not [line for line in launch("--host-bytes", "1MiB").lines if "level=warn" in line and "host_bytes" in line]
+
+
+def test_the_log_says_when(server):
+    found = server.find(r"t=(\d+\.\d+) level=info mod=serve starting version=\S+ date=(\S+)")
+    date = datetime.datetime.fromisoformat(found.group(2).replace("Z", "+00:00"))
+    assert abs(date.timestamp() - time.time() + time.monotonic() - float(found.group(1))) < 60  # clocks may be set meanwhile
 
 
 def test_wrong_usage():

@@ -2,6 +2,7 @@
 while others run, deltas of any number of shards. What cannot be split is refused with the arithmetic, and a shard that one rank alone
 reads fails its variant and nobody else."""
 import json
+import re
 import subprocess
 import threading
 from pathlib import Path
@@ -63,19 +64,24 @@ def test_what_cannot_be_split(tmp_path):
     heads = "4 attention heads do not divide by 8 ranks"
     for command in ("generate", "plan"):
         more = ["--prompt-ids", "1"] if command == "generate" else []
-        assert heads in run(command, *DEMO, *more, "--backend", "cpu", "--tensor-parallel", 8, status=1).stderr
-        assert "1, 2, 4 or 8 ranks, not 3" in run(command, *DEMO, *more, "--backend", "cpu", "--tensor-parallel", 3, status=1).stderr
+        assert heads in run(command, *DEMO, *more, "--backend", "cpu", "--tensor-parallel", 8, status=2).stderr
+        assert "1, 2, 4 or 8 ranks, not 3" in run(command, *DEMO, *more, "--backend", "cpu", "--tensor-parallel", 3, status=2).stderr
     serve = ["serve", *DEMO, "--listen", "127.0.0.1:0", "--admin", "none", "--backend", "cpu"]
     assert heads in run(*serve, "--tensor-parallel", 8, status=2).stderr
+    assert "1, 2, 4 or 8 ranks, not 3" in run(*serve, "--tensor-parallel", 3, status=2).stderr
     assert "host_bytes" in run(*serve, "--tensor-parallel", 2, "--host-bytes", "1MiB", status=2).stderr
 
 
 def test_plan_is_of_each_rank():
     one, two = (json.loads(run("plan", *DEMO, "--deltas", "demo/deltas", "--backend", "cpu", "--tensor-parallel", n, "--json").stdout)
                 for n in (1, 2))
-    assert two["tensor_parallel"] == 2
+    assert two["tensor_parallel"] == 2 and two["all_ranks_bytes"] == 2 * two["total_bytes"]
+    assert one["all_ranks_bytes"] == one["total_bytes"]
     for part in ("weights_bytes", "kv_bytes", "page_bytes"):
         assert 0.45 < two[part] / one[part] < 0.6, part
+    text = run("plan", *DEMO, "--tensor-parallel", 2, "--device-bytes", "8GiB").stdout  # whatever backend can
+    each, every = (float(re.search(rf"^{word} +([\d.]+)", text, re.M).group(1)) for word in ("total", "all ranks"))
+    assert abs(every - 2 * each) <= 0.1 and "2 ranks, each with" in text
 
 
 @pytest.fixture(scope="module")
