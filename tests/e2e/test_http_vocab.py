@@ -19,7 +19,7 @@ PLAIN = "zen-mini-sql"
 
 @pytest.fixture(scope="module")
 def deltas(tmp_path_factory):
-    """A directory of variants: `grown`, whose tokens from 4096 on repeat common ones, the same in two shards, and a delta of the demo."""
+    """A directory of variants: `grown`, whose tokens from 4096 on repeat common ones, the same in two shards and with whole tables, and a delta of the demo."""
     folder = tmp_path_factory.mktemp("vocab")
     base, tuned = ROOT / "demo" / BASE, folder / "tuned"
     tuned.mkdir()
@@ -31,32 +31,35 @@ def deltas(tmp_path_factory):
     config = json.loads((base / "config.json").read_text())
     (tuned / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB + ADDED}))
     (folder / "deltas").mkdir()
-    for name, shards in (("grown", "1"), ("grown-in-two", "2")):
-        subprocess.run([BINARY, "compress", "--base", base, "--finetuned", tuned, "--out", folder / "deltas" / name, "--shards", shards],
+    for name, more in (("grown", []), ("grown-in-two", ["--shards", "2"]), ("whole", ["--embeddings", "full"]),
+                       ("whole-in-four", ["--embeddings", "full", "--shards", "4"])):
+        subprocess.run([BINARY, "compress", "--base", base, "--finetuned", tuned, "--out", folder / "deltas" / name, *more],
                        check=True, capture_output=True)
     shutil.copytree(ROOT / "demo" / "deltas" / PLAIN, folder / "deltas" / PLAIN)
     return folder / "deltas"
 
 
-def generated(deltas, ids, count):
-    done = subprocess.run([BINARY, "generate", "--base", ROOT / "demo" / BASE, "--delta", deltas / "grown", "--prompt-ids",
+def generated(deltas, name, ids, count):
+    """By one rank."""
+    done = subprocess.run([BINARY, "generate", "--base", ROOT / "demo" / BASE, "--delta", deltas / name, "--prompt-ids",
                            ",".join(map(str, ids)), "--max-tokens", str(count), "--greedy", "--ignore-eos", "--json", "--backend", "cpu"],
                           check=True, capture_output=True, text=True)
     return json.loads(done.stdout)["ids"]
 
 
-def test_added_tokens_are_served(launch, deltas):
-    server = launch("--slots", "3", deltas=str(deltas))
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_added_tokens_are_served(launch, deltas, ranks):
+    server = launch("--slots", "8", "--tensor-parallel", str(ranks), deltas=str(deltas))
     prompt = [4080, 260, VOCAB, 300, VOCAB + ADDED - 1]
-    for name in ("grown", "grown-in-two"):
+    for name in ("grown", "grown-in-two", "whole", "whole-in-four"):
         choice = server.complete(prompt, name, max_tokens=12, ignore_eos=True, return_token_ids=True)["choices"][0]
-        assert choice["token_ids"] == generated(deltas, prompt, 12)
-    forced = server.complete(prompt, "grown", max_tokens=6, logit_bias={str(VOCAB + 2): 100}, return_token_ids=True,
-                             logprobs=2, return_tokens_as_token_ids=True)["choices"][0]
-    assert forced["token_ids"] == [VOCAB + 2] * 6
-    # Its row is that of token 42, with which it therefore ties: added columns are real logits.
-    twin = server.complete(prompt, "grown", max_tokens=1, logit_bias={str(42): 100}, logprobs=0)["choices"][0]["logprobs"]
-    assert abs(forced["logprobs"]["token_logprobs"][0] - twin["token_logprobs"][0]) < 1e-6
+        assert choice["token_ids"] == generated(deltas, name, prompt, 12)
+        forced = server.complete(prompt, name, max_tokens=6, logit_bias={str(VOCAB + 2): 100}, return_token_ids=True,
+                                 logprobs=2, return_tokens_as_token_ids=True)["choices"][0]
+        assert forced["token_ids"] == [VOCAB + 2] * 6
+        # Its row is that of token 42, with which it therefore ties: added columns are real logits.
+        twin = server.complete(prompt, name, max_tokens=1, logit_bias={str(42): 100}, logprobs=0)["choices"][0]["logprobs"]
+        assert abs(forced["logprobs"]["token_logprobs"][0] - twin["token_logprobs"][0]) < 1e-6
     assert str(VOCAB + ADDED) in error_of(server.post("/v1/completions", {"model": "grown", "prompt": [VOCAB + ADDED]}), 400, "invalid_value", "prompt")
 
 
