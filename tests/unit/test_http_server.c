@@ -17,6 +17,7 @@
 #include "bitdelta/base/clock.h"
 #include "bitdelta/base/log.h"
 #include "bitdelta/http/server.h"
+#include "router/tenants_internal.h"
 
 static bd_http_server *server;
 static bd_http_health health_now;
@@ -180,12 +181,50 @@ static void test_options_are_checked(void **state) {
     bd_http_server_destroy(none); /* never started */
 }
 
+/* Each request holds its tenant as long as it lives and no longer, whatever became of it. */
+static void test_tenants_are_let_go(void **state) {
+    (void)state;
+    char path[] = "/tmp/bd-tenants-XXXXXX";
+    static const char file[] = /* the key is "k" */
+        "{\"tenants\":[{\"name\":\"a\",\"variants\":\"*\",\"keys\":[\"sha256:"
+        "8254c329a92850f6d539dd376f4816ee2764517da5e0235514af433164480d7a\"]}]}";
+    int fd = mkstemp(path);
+    assert_true(fd >= 0 && write(fd, file, sizeof file - 1) == (ssize_t)sizeof file - 1);
+    close(fd);
+    bd_tenants *tenants;
+    bd_http_server *before = server;
+    bd_error err;
+    assert_int_equal(bd_tenants_open(path, &tenants, &err), BD_OK);
+    const bd_http_options options = {
+        .listen = "127.0.0.1:0", .tenants = tenants, .health = health, .body_bytes_max = 1000};
+    assert_int_equal(bd_http_server_create(&options, &server, &err), BD_OK);
+    assert_int_equal(bd_http_server_start(server, &err), BD_OK);
+    ASK("GET /v1/models" END KEY "\r\n", "HTTP/1.1 503", "\"model_loading\"");
+    ASK("GET /v1/models" END "Authorization: Bearer kk\r\n\r\n", "HTTP/1.1 401");
+    ASK("POST /v1/completions" END KEY "Content-Length: 2\r\n\r\n{}", "HTTP/1.1 503");
+    ASK("POST /v1/completions" END KEY "Content-Length: 5000\r\n\r\n", "HTTP/1.1 503");
+    fd = dial(); /* gone before its body came */
+    say(fd, "POST /v1/completions" END KEY "Content-Length: 2\r\n\r\n{");
+    close(fd);
+    bd_http_server_drain(server, 5);
+    bd_http_server_stop(server);
+    bd_http_server_destroy(server);
+    server = before;
+    const bd_tenant *tenant = bd_tenants_by_key(tenants, "k", 1);
+    assert_non_null(tenant);
+    assert_int_equal(atomic_load(&tenant->internal->holders), 2); /* the table and this test */
+    bd_tenant_release(tenant);
+    bd_tenants_destroy(tenants);
+    unlink(path);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_loading),
         cmocka_unit_test(test_cors),
         cmocka_unit_test(test_deadlines),
         cmocka_unit_test(test_options_are_checked),
+        cmocka_unit_test(test_tenants_are_let_go),
     };
     return cmocka_run_group_tests(tests, open_server, close_server);
 }

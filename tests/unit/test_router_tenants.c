@@ -613,6 +613,40 @@ static void test_waits(void **state) {
     }
 }
 
+/* A wait counts in the first bucket whose bound it does not exceed. */
+static void test_wait_buckets(void **state) {
+    (void)state;
+    static const uint64_t waits_us[] = {0,       10000,    10001,    50000,
+                                        2500001, 60000000, 60000001, 3600000000u};
+    static const char *const lines[] = {"_bucket{tenant=\"a\",le=\"0.01\"} 2\n",
+                                        "_bucket{tenant=\"a\",le=\"0.05\"} 4\n",
+                                        "_bucket{tenant=\"a\",le=\"2.5\"} 4\n",
+                                        "_bucket{tenant=\"a\",le=\"5\"} 5\n",
+                                        "_bucket{tenant=\"a\",le=\"10\"} 5\n",
+                                        "_bucket{tenant=\"a\",le=\"60\"} 6\n",
+                                        "_bucket{tenant=\"a\",le=\"+Inf\"} 8\n",
+                                        "_sum{tenant=\"a\"} 3722.570003\n",
+                                        "_count{tenant=\"a\"} 8\n"};
+    bd_tenants *tenants;
+    bd_refused why;
+    bd_ask ask;
+    bd_strbuf out;
+    put_tenants(ALL, ALL);
+    assert_int_equal(bd_tenants_open(path, &tenants, NULL), BD_OK);
+    assert_int_equal(admit_choices(tenants, 1, &ask, &why), BD_OK);
+    for (size_t i = 0; i < sizeof waits_us / sizeof waits_us[0]; i++)
+        bd_tenant_waited(ask.tenant, waits_us[i]);
+    bd_strbuf_init(&out, 0);
+    bd_tenants_write_metrics(tenants, &out);
+    for (size_t i = 0; i < sizeof lines / sizeof lines[0]; i++)
+        if (!strstr(out.data, lines[i])) fail_msg("no \"%s\" in:\n%s", lines[i], out.data);
+    assert_null(strstr(out.data, "tenant=\"b\"")); /* nobody has heard of it */
+    bd_strbuf_deinit(&out);
+    bd_tenant_settle(&ask, 0, 0, BD_TENANT_OK, bd_now_us());
+    bd_tenant_release(ask.tenant);
+    bd_tenants_destroy(tenants);
+}
+
 enum { THREADS = 6, ROUNDS = 4000, RELOADS = 40 };
 
 typedef struct shared {
@@ -731,6 +765,7 @@ int main(void) {
         cmocka_unit_test(test_limits),
         cmocka_unit_test(test_limits_change),
         cmocka_unit_test(test_waits),
+        cmocka_unit_test(test_wait_buckets),
         cmocka_unit_test(test_threads),
     };
     return cmocka_run_group_tests(tests, make_path, drop_path);
