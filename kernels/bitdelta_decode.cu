@@ -21,14 +21,9 @@
 //          them. NT > 16: they lie in the workspace behind a flag each; the owner's copies go through the stages, free by then.
 //          A CTA's range follows from a ticket it draws when it starts, later ranges first: an owner only waits for CTAs that are
 //          already running, whatever order the hardware starts blocks in, so it cannot hang.
-#include "planes.cuh"
-#include "sm90.cuh"
-#include "wgmma.cuh"
+#include "decode.cuh"
 
 namespace {
-
-constexpr int W_BYTES = 128 * 64 * 2, SIGN_BYTES = 4096, MAX_RING = 16, SLOTS_MAX = 16;
-constexpr int BUDGET = 225 * 1024;
 
 template <int NT> struct Shape {
   static constexpr bool OWN = NT <= 16;
@@ -47,14 +42,6 @@ __device__ __forceinline__ u64 load_word(const unsigned long long* p) {
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
-__device__ __forceinline__ void lds_meta(u32 addr_s, float& scale, int& sum) {
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=f"(scale), "=r"(sum) : "r"(addr_s) : "memory");
-}
-
-template <typename T> __device__ __forceinline__ float to_float(uint16_t bits);
-template <> __device__ __forceinline__ float to_float<__nv_bfloat16>(uint16_t bits) { return bf16_float(bits); }
-template <> __device__ __forceinline__ float to_float<__half>(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
-
 // One warp a (row, K256 block); planes[k / 256][ceil(rows / 16)][16 x (512 + 8) bytes]: planes of 16 rows, then their scales and sums.
 template <typename T> __global__ void __launch_bounds__(256) planes_kernel(uint8_t* planes, const uint16_t* x, int rows, int k) {
   const int lane = threadIdx.x % 32, blocks = k / 256, at = blockIdx.x * 8 + threadIdx.x / 32;
@@ -78,14 +65,6 @@ __device__ __forceinline__ const k_overlay_linear* slot_overlay(const k_decode_a
   const k_overlay_linear* o = slot < 0 ? nullptr : a.overlays + a.columns[slot];
   return o && o->plane_count > 0 ? o : nullptr;
 }
-
-struct Ring {  // a position in a ring of `size` places
-  int at;
-  u32 phase;
-  __device__ __forceinline__ void next(int size) {
-    if (++at == size) at = 0, phase ^= 1;
-  }
-};
 
 // OWN: x rows of unit blocks -> the swizzled B operand, and from there the planes. Each of the warps makes every MAKERS-th row.
 template <typename T, int NT, bool DELTA>
@@ -134,78 +113,6 @@ __device__ __forceinline__ void make_pieces(const k_decode_args& a, uint8_t* pie
   }
 }
 
-// Group g's plane counts -> this lane's token 4g + q: acc[u] += s (sum - 2 sum_p 2^p count_p), row g + 8u of the fragment.
-__device__ __forceinline__ void fold(float& acc0, float& acc1, const int (&e)[32], u32 meta_s, int q) {
-  const int top = q == 3 ? -512 : 512;
-  int v[4][2];
-#pragma unroll
-  for (int t = 0; t < 4; t++)
-#pragma unroll
-    for (int u = 0; u < 2; u++) {
-      const int b = 8 * t + 2 * u;
-      v[t][u] = (e[b] + 2 * e[b + 1] + 256 * e[b + 4] + top * e[b + 5]) << (2 * q);
-    }
-  float scale;
-  int sum;
-  lds_meta(meta_s + q * 8, scale, sum);
-#pragma unroll
-  for (int u = 0; u < 2; u++) {
-#pragma unroll
-    for (int t = 0; t < 2; t++) {
-      const int keep = q & 2 ? v[t + 2][u] : v[t][u], send = q & 2 ? v[t][u] : v[t + 2][u];
-      v[t][u] = keep + __shfl_xor_sync(~0u, send, 2);
-    }
-    const int keep = q & 1 ? v[1][u] : v[0][u], send = q & 1 ? v[0][u] : v[1][u];
-    const float value = scale * (float)(sum - 2 * (keep + __shfl_xor_sync(~0u, send, 1)));
-    if (u) acc1 += value;
-    else acc0 += value;
-  }
-}
-
-// The workspace: words of NT <= 16, then a flag a CTA, then the partials of NT > 16.
-constexpr int WORDS = 8 * 256, PARTIAL_MAX = Shape<64>::PARTIAL;
-__device__ __forceinline__ unsigned* flag_of(const k_decode_args& a, int cta) { return (unsigned*)(a.workspace + (size_t)a.sm_count * WORDS) + cta; }
-__device__ __forceinline__ uint8_t* partial_of(const k_decode_args& a, int cta) {
-  return (uint8_t*)(a.workspace + (size_t)a.sm_count * (WORDS + 2)) + (size_t)cta * PARTIAL_MAX;
-}
-
-template <int NT> __device__ __forceinline__ void leave_partial(const float (&d)[NT / 2], const k_decode_args& a, int cta, int tid) {
-  float4* to = (float4*)partial_of(a, cta) + tid;
-#pragma unroll
-  for (int i = 0; i < NT / 8; i++) __stcg(to + i * 256, make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]));
-  __threadfence();
-  named_barrier(1, 256);
-  if (tid == 0) asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag_of(a, cta)), "r"(1u) : "memory");
-}
-
-// Adds the partials of CTAs [c0, c1), at most `room` at a time through shared memory at base.
-template <int NT>
-__device__ __forceinline__ void fetch_partials(float (&d)[NT / 2], const k_decode_args& a, int c0, int c1, int tid, u32 base, int room, u32 bar_s) {
-  u32 phase = 0;
-  for (int c = c0; c < c1; c += room, phase ^= 1) {
-    const int n = min(room, c1 - c);
-    named_barrier(1, 256);  // both warpgroups are done with the stages, or with the round before
-    if (tid == 0) {
-      mbar_expect(bar_s, n * Shape<NT>::PARTIAL);
-      for (int i = 0; i < n; i++) {
-        unsigned raised;
-        do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(raised) : "l"(flag_of(a, c + i)) : "memory");
-        while (!raised);
-        asm volatile("st.relaxed.gpu.global.u32 [%0], %1;\nfence.proxy.async;" ::"l"(flag_of(a, c + i)), "r"(0u) : "memory");
-        bulk_load(base + i * Shape<NT>::PARTIAL, partial_of(a, c + i), Shape<NT>::PARTIAL, bar_s, SM90_EVICT_FIRST);
-      }
-    }
-    mbar_wait(bar_s, phase);
-    for (int p = 0; p < n; p++)
-#pragma unroll
-      for (int i = 0; i < NT / 8; i++) {
-        float4 v;
-        asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(base + p * Shape<NT>::PARTIAL + (i * 256 + tid) * 16));
-        d[4 * i] += v.x, d[4 * i + 1] += v.y, d[4 * i + 2] += v.z, d[4 * i + 3] += v.w;
-      }
-  }
-}
-
 template <int NT> __device__ __forceinline__ void poll_partials(float (&d)[NT / 2], const k_decode_args& a, int c0, int c1, int tid) {
   for (int c = c0; c < c1; c += 4) {  // four in flight
     u64 w[4][NT / 2];
@@ -247,9 +154,7 @@ template <typename T, int NT, Mode MODE> __global__ void __launch_bounds__(Shape
             sempty = sfull + 8 * MAX_RING;
   const int wg = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, (threadIdx.x / 32) % 4, 0), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    unsigned drawn = atomicAdd(a.ticket, 1u);
-    if (drawn == gridDim.x - 1) atomicExch(a.ticket, 0u); // all are drawn: ready for the launch after next that uses this counter
-    ticket = (int)(gridDim.x - 1 - drawn);
+    ticket = draw_ticket(a.ticket, gridDim.x);
     prefetch_map(&a.w);
     if (!S::OWN) prefetch_map(&a.x);
     for (int i = 0; i < a.stages; i++) mbar_init(full + 8 * i, S::OWN ? 1 : 2), mbar_init(empty + 8 * i, 8);
@@ -270,7 +175,7 @@ template <typename T, int NT, Mode MODE> __global__ void __launch_bounds__(Shape
     slot_of[threadIdx.x - 64] = threadIdx.x - 64 < a.variants ? slot_overlay(a, threadIdx.x - 64) : nullptr;
   __syncthreads();
   const int cta = __shfl_sync(~0u, ticket, 0), per_tile = a.k / 256, units = (a.n + 127) / 128 * per_tile;
-  const int u0 = (int)((long long)units * cta / gridDim.x), u1 = (int)((long long)units * (cta + 1) / gridDim.x);
+  const int u0 = split_begin(units, cta, gridDim.x), u1 = split_begin(units, cta + 1, gridDim.x);
   pdl_launch();
 
   if (wg >= 2) {
@@ -461,15 +366,14 @@ template <typename T, int NT, Mode MODE> __global__ void __launch_bounds__(Shape
 #pragma unroll
           for (int i = 0; i < NT / 2; i++) store_word(a.workspace + ((size_t)cta * (NT / 2) + i) * 256 + tid, (u64)1 << 32 | __float_as_uint(d[i]));
         } else {
-          leave_partial<NT>(d, a, cta, tid);
+          leave_partial(d, Split{a.workspace, a.sm_count}, cta, tid);
         }
         continue;
       }
       if (end < tile_end) {
-        int c1 = cta + 1;  // contributors: CTAs cta + 1 .. c1 - 1
-        while (c1 < (int)gridDim.x && (int)((long long)units * c1 / gridDim.x) < tile_end) c1++;
+        const int c1 = split_last(units, cta, gridDim.x, tile_end);  // contributors: CTAs cta + 1 .. c1 - 1
         if (S::OWN) poll_partials<NT>(d, a, cta + 1, c1, tid);
-        else fetch_partials<NT>(d, a, cta + 1, c1, tid, base, a.stages * S::STAGE / S::PARTIAL, smem_u32(bars + 6 * MAX_RING));
+        else fetch_partials(d, Split{a.workspace, a.sm_count}, cta + 1, c1, tid, base, a.stages * S::STAGE / S::PARTIAL, smem_u32(bars + 6 * MAX_RING));
       }
       {
         T* Y = (T*)a.y;
@@ -518,8 +422,8 @@ template <typename T> cudaError_t launch_rows(const k_decode_args& a, cudaStream
 
 }  // namespace
 
-extern "C" uint64_t k_decode_workspace_bytes(int sm_count) { return (uint64_t)sm_count * ((WORDS + 2) * 8 + PARTIAL_MAX); }
-extern "C" uint64_t k_decode_workspace_zeros(int sm_count) { return (uint64_t)sm_count * (WORDS + 2) * 8; }
+extern "C" uint64_t k_decode_workspace_bytes(int sm_count) { return (uint64_t)sm_count * ((SPLIT_WORDS + 2) * 8 + SPLIT_PARTIAL); }
+extern "C" uint64_t k_decode_workspace_zeros(int sm_count) { return (uint64_t)sm_count * (SPLIT_WORDS + 2) * 8; }
 extern "C" uint64_t k_planes_bytes(int rows, int k) { return (uint64_t)(k / 256) * (unsigned)((rows + 15) / 16) * 16 * (PLANE_BYTES + 8); }
 extern "C" int k_decode_tokens(int rows) { return rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64; }
 

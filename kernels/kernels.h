@@ -75,9 +75,11 @@ typedef struct k_gemm_args {
     int32_t sm_count;
     int32_t pdl;         /* programmatic dependent launch: only x may come from the kernel just before in the stream */
     int32_t first, count; /* set by the launcher; zero */
+    unsigned long long *workspace; /* of split 0, with its ticket, as k_decode_args' */
+    unsigned *ticket;
 } k_gemm_args;
-/* (tok, split) in {(256, 1), (256, 2), (256, 4), (128, 1), (128, 2), (64, 1), (64, 2)}; k % 128 == 0 (split: k % (256 split)), n % 8 == 0;
- * delta: whether any tile has a variant. (256, 1) may be two launches. */
+/* (tok, split) in {(256, 1), (256, 2), (256, 4), (128, 1), (128, 2), (64, 1), (64, 2)}, and each tok with 0: all tiles' K dealt evenly;
+ * k % 128 == 0 (split 0: k % 256, more: k % (256 split)), n % 8 == 0; delta: whether any tile has a variant. (256, 1) may be two launches. */
 cudaError_t k_gemm(const k_gemm_args *args, int tok, int split, bool delta, cudaStream_t stream);
 /* Estimated microseconds of a launch on an H200, to be compared between kernels and tiles of one matrix. */
 double k_gemm_cost(int n, int k, int tok, int split, int tile_count, int sm_count);
@@ -105,11 +107,34 @@ typedef struct k_decode_args {
 uint64_t k_decode_workspace_bytes(int sm_count), k_decode_workspace_zeros(int sm_count);
 int k_decode_tokens(int rows); /* columns of the product: 8, 16, 32 or 64 */
 cudaError_t k_decode(const k_decode_args *args, cudaStream_t stream);
+#define K_LEAN_ROWS 16
+/* The same for up to K_LEAN_ROWS rows, n % 8 == 0, with another arrangement of a launch's beginning and end (bitdelta_lean.cu). */
+cudaError_t k_decode_lean(const k_decode_args *args, cudaStream_t stream);
 /* As k_gemm_cost, comparable with it; the planes are counted. */
 double k_decode_cost(int n, int k, int rows, int slots, int sm_count);
 /* The bit planes of x, [rows, k], for k_decode from 17 rows on: k_planes_bytes() bytes. */
 uint64_t k_planes_bytes(int rows, int k);
 cudaError_t k_planes(uint8_t *planes, const void *x, int rows, int k, bool fp16, bool pdl, cudaStream_t stream);
+
+#define K_MIXED_COLUMNS 128 /* most columns of one launch: groups times their width */
+
+typedef struct k_mixed_args { /* bitdelta_mixed.cu: rows of several variants, the base product once */
+    CUtensorMap w, x;          /* W [n, k] box 128 x 64; x [rows, k] box 8 x 64; 128-byte swizzle */
+    const void *w_data;
+    const k_overlay_linear *overlays;
+    const int32_t *columns;    /* [variants] column of the overlay table of each slot */
+    const k_gemm_tile *groups; /* rows [m0, m1) of x and y, m1 - m0 <= width; variant: the slot, -1: base. Every slot has a group, in rising order */
+    const float *bias;         /* base's [n], may be NULL */
+    void *y;                   /* [rows, n] */
+    unsigned long long *workspace; /* as k_decode_args' */
+    unsigned *ticket;
+    int32_t n, k, group_count, variants, sm_count;
+    bool fp16;
+    int32_t pdl;               /* as k_gemm_args' */
+    int32_t stages, chunks, burst; /* set by the launcher */
+} k_mixed_args;
+/* width: 8 or 16; group_count * width <= K_MIXED_COLUMNS, 1 <= variants <= 16; k % 256 == 0, n % 8 == 0. */
+cudaError_t k_mixed(const k_mixed_args *args, int width, cudaStream_t stream);
 
 /* Sign chunks: [ceil(n / 128)][ceil(k / 256)] of 4096 bytes, see repack.cu. */
 uint64_t k_sign_bytes(uint32_t n, uint32_t k);

@@ -63,70 +63,166 @@ static void download(device_problem *d, bool fp16, float *y) {
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) buffer_free(all[i]);
 }
 
+/* What launches share besides their operands. */
+typedef struct splitting {
+    buffer work, ticket;
+    int sms;
+} splitting;
+
+static splitting splitting_make(int sms) {
+    splitting s = {buffer_make(NULL, k_decode_workspace_bytes(sms)), buffer_make(NULL, 4), sms};
+    CUDA_OK(cudaMemset(s.work.data, 0, s.work.bytes));
+    CUDA_OK(cudaMemset(s.ticket.data, 0, 4));
+    return s;
+}
+
+/* They must be left as they were found. */
+static void splitting_free(splitting *s) {
+    uint8_t *left = malloc(s->work.bytes), ticket[4];
+    buffer_get(&s->work, left);
+    buffer_get(&s->ticket, ticket);
+    for (size_t i = 0; i < k_decode_workspace_zeros(s->sms); i++)
+        if (left[i]) fail_msg("workspace byte %zu is not zero", i);
+    if (ticket[0] | ticket[1] | ticket[2] | ticket[3]) fail_msg("the ticket is not zero");
+    free(left);
+    buffer_free(&s->work);
+    buffer_free(&s->ticket);
+}
+
+typedef struct gemm_run {
+    device_problem d;
+    buffer tiles;
+    splitting split;
+    k_gemm_args args;
+    int tok, parts;
+    bool delta;
+} gemm_run;
+
 /* sms: multiprocessors the launch may use; few make rings wrap and tiles wait for each other. */
-static void run_gemm(const problem *p, int tok, int split, int sms, float *y) {
+static gemm_run gemm_prepare(const problem *p, int tok, int parts, int sms) {
     const linear_case c = p->c;
-    device_problem d = upload(p, 0, c.rows);
+    gemm_run r = {.d = upload(p, 0, c.rows), .split = splitting_make(sms), .tok = tok, .parts = parts};
     k_gemm_tile *tiles = malloc(((size_t)c.rows + 1) * sizeof *tiles);
     int count = 0;
-    bool delta = false;
     for (int s = 0; s < p->segment_count; s++) {
-        delta |= p->segments[s].overlay >= 0;
+        r.delta |= p->segments[s].overlay >= 0;
         for (int m = p->segments[s].first_row; m < p->segments[s].end_row; m += tok)
             tiles[count++] = (k_gemm_tile){m, m + tok < p->segments[s].end_row ? m + tok : p->segments[s].end_row, p->segments[s].overlay, 0};
     }
-    buffer t = buffer_make(tiles, (size_t)count * sizeof *tiles);
-    k_gemm_args args = {.w = map_make(d.w.data, (size_t)c.n, (size_t)c.k, 128), .x = map_make(d.x.data, (size_t)c.rows, (size_t)c.k, (unsigned)tok / 2),
-                        .y = map_make(d.y.data, (size_t)c.rows, (size_t)c.n, 32), .w_data = d.w.data, .y_data = d.y.data, .bias = d.bias.data,
-                        .overlays = d.table.data, .tiles = t.data, .tile_count = count,
-                        .n = c.n, .k = c.k, .fp16 = p->fp16, .group = 8, .sm_count = sms};
-    for (int again = 0; again < 3; again++, args.pdl = true) CUDA_OK(k_gemm(&args, tok, split, delta, NULL));
-    download(&d, p->fp16, y);
-    buffer_free(&t);
+    r.tiles = buffer_make(tiles, (size_t)count * sizeof *tiles);
     free(tiles);
+    r.args = (k_gemm_args){.w = map_make(r.d.w.data, (size_t)c.n, (size_t)c.k, 128), .x = map_make(r.d.x.data, (size_t)c.rows, (size_t)c.k, (unsigned)tok / 2),
+                           .y = map_make(r.d.y.data, (size_t)c.rows, (size_t)c.n, 32), .w_data = r.d.w.data, .y_data = r.d.y.data, .bias = r.d.bias.data,
+                           .overlays = r.d.table.data, .tiles = r.tiles.data, .tile_count = count, .n = c.n, .k = c.k, .fp16 = p->fp16, .group = 8,
+                           .sm_count = sms, .workspace = r.split.work.data, .ticket = r.split.ticket.data};
+    return r;
 }
 
-/* Rows [first, first + rows) of the problem in one launch, with every buffer of its own. */
-static void run_decode_on(const problem *p, int sms, int first, int rows, bool pdl, float *y) {
+static void gemm_finish(gemm_run *r, float *y) {
+    download(&r->d, r->args.fp16, y);
+    buffer_free(&r->tiles);
+    splitting_free(&r->split);
+}
+
+static void run_gemm(const problem *p, int tok, int parts, int sms, float *y) {
+    gemm_run r = gemm_prepare(p, tok, parts, sms);
+    for (int again = 0; again < 3; again++, r.args.pdl = true) CUDA_OK(k_gemm(&r.args, tok, parts, r.delta, NULL));
+    gemm_finish(&r, y);
+}
+
+enum how { PLAIN, LEAN, MIXED_8, MIXED_16, HOWS }; /* kernels for few rows */
+static const char *const how_names[HOWS] = {"decode", "lean decode", "mixed 8", "mixed 16"};
+
+typedef struct decode_run {
+    enum how how;
+    int first, rows;
+    device_problem d;
+    buffer planes, columns, slots, groups;
+    splitting split;
+    k_decode_args args;
+    k_mixed_args mixed;
+} decode_run;
+
+/* Groups of rows [first, first + rows) of one slot each; 0: too many. */
+static int groups_fill(const problem *p, int first, int rows, int width, const int32_t *slot, k_gemm_tile *out) {
+    int count = 0;
+    for (int m = 0; m < rows; m++) {
+        k_gemm_tile *last = count ? &out[count - 1] : NULL;
+        const bool same = last && last->variant == slot[m] && p->row_overlay[first + m] == p->row_overlay[first + m - 1];
+        if (same && last->m1 - last->m0 < width) {
+            last->m1++;
+            continue;
+        }
+        if ((count + 1) * width > K_MIXED_COLUMNS) return 0;
+        out[count++] = (k_gemm_tile){first + m, first + m + 1, slot[m], 0};
+    }
+    return count;
+}
+
+/* Rows [first, first + rows) of the problem in one launch, with every buffer of its own. False: not of this kernel. */
+static bool decode_prepare(const problem *p, enum how how, int sms, int first, int rows, bool pdl, decode_run *r) {
     const linear_case c = p->c;
-    device_problem d = upload(p, 0, c.rows);
-    int32_t columns[16] = {0}, slot[K_DECODE_ROWS];
+    int32_t columns[16] = {0}, slot[K_MIXED_COLUMNS];
+    k_gemm_tile groups[16] = {0};
     int variants = 0;
     for (int m = 0; m < rows; m++) {
         int overlay = p->row_overlay[first + m];
         if (overlay >= 0 && (!variants || columns[variants - 1] != overlay)) columns[variants++] = overlay;
         slot[m] = overlay < 0 ? -1 : variants - 1;
     }
-    size_t workspace_bytes = k_decode_workspace_bytes(sms);
-    const int tokens = k_decode_tokens(rows);
-    const uint8_t *x = (uint8_t *)d.x.data + (size_t)first * (size_t)c.k * 2;
-    buffer planes = buffer_make(NULL, k_planes_bytes(rows, c.k));
-    buffer cols = buffer_make(columns, sizeof columns), slots = buffer_make(slot, sizeof slot), work = buffer_make(NULL, workspace_bytes), ticket = buffer_make(NULL, 4);
-    CUDA_OK(cudaMemset(work.data, 0, workspace_bytes));
-    CUDA_OK(cudaMemset(ticket.data, 0, 4));
-    k_decode_args args = {.w = map_make(d.w.data, (size_t)c.n, (size_t)c.k, 128), .x = map_make(d.x.data, (size_t)c.rows, (size_t)c.k, (unsigned)tokens),
-                          .w_data = d.w.data, .x_data = x, .first_row = first, .planes = planes.data, .overlays = d.table.data, .columns = cols.data,
-                          .slot = slots.data, .bias = d.bias.data, .y = (uint16_t *)d.y.data + (size_t)first * (size_t)c.n, .workspace = work.data,
-                          .ticket = ticket.data, .rows = rows, .n = c.n, .k = c.k, .variants = variants, .sm_count = sms, .fp16 = p->fp16, .pdl = pdl};
-    for (int again = 0; again < 3; again++) { /* the workspace and the ticket must be left as they were found */
-        if (variants && tokens > 16) CUDA_OK(k_planes(planes.data, x, rows, c.k, p->fp16, pdl, NULL));
-        CUDA_OK(k_decode(&args, NULL));
-    }
-    float *all_rows = malloc((size_t)c.rows * (size_t)c.n * 4);
-    download(&d, p->fp16, all_rows);
-    memcpy(y, all_rows + (size_t)first * (size_t)c.n, (size_t)rows * (size_t)c.n * 4);
+    const int width = how == MIXED_16 ? 16 : 8;
+    const int group_count = how >= MIXED_8 && variants ? groups_fill(p, first, rows, width, slot, groups) : 0;
+    if ((how == PLAIN && rows > K_DECODE_ROWS) || (how == LEAN && rows > K_LEAN_ROWS) || (how >= MIXED_8 && !group_count)) return false;
+    const int tokens = how >= MIXED_8 ? 8 : k_decode_tokens(rows);
+    *r = (decode_run){.how = how, .first = first, .rows = rows, .d = upload(p, 0, c.rows), .split = splitting_make(sms)};
+    const uint8_t *x = (uint8_t *)r->d.x.data + (size_t)first * (size_t)c.k * 2;
+    r->planes = buffer_make(NULL, k_planes_bytes(rows, c.k));
+    r->columns = buffer_make(columns, sizeof columns);
+    r->slots = buffer_make(slot, sizeof slot);
+    r->groups = buffer_make(groups, sizeof groups);
+    const CUtensorMap w = map_make(r->d.w.data, (size_t)c.n, (size_t)c.k, 128), x_map = map_make(r->d.x.data, (size_t)c.rows, (size_t)c.k, (unsigned)tokens);
+    r->args = (k_decode_args){.w = w, .x = x_map, .w_data = r->d.w.data, .x_data = x, .first_row = first, .planes = r->planes.data, .overlays = r->d.table.data,
+                              .columns = r->columns.data, .slot = r->slots.data, .bias = r->d.bias.data,
+                              .y = (uint16_t *)r->d.y.data + (size_t)first * (size_t)c.n, .workspace = r->split.work.data, .ticket = r->split.ticket.data,
+                              .rows = rows, .n = c.n, .k = c.k, .variants = variants, .sm_count = sms, .fp16 = p->fp16, .pdl = pdl};
+    r->mixed = (k_mixed_args){.w = w, .x = x_map, .w_data = r->d.w.data, .overlays = r->d.table.data, .columns = r->columns.data, .groups = r->groups.data,
+                              .bias = r->d.bias.data, .y = r->d.y.data, .workspace = r->split.work.data, .ticket = r->split.ticket.data, .n = c.n, .k = c.k,
+                              .group_count = group_count, .variants = variants, .sm_count = sms, .fp16 = p->fp16, .pdl = pdl};
+    return true;
+}
+
+static void decode_launch(const decode_run *r, cudaStream_t stream) {
+    const k_decode_args *a = &r->args;
+    if (r->how == PLAIN && a->variants && k_decode_tokens(a->rows) > 16)
+        CUDA_OK(k_planes(r->planes.data, a->x_data, a->rows, a->k, a->fp16, a->pdl, stream));
+    if (r->how == PLAIN) CUDA_OK(k_decode(a, stream));
+    else if (r->how == LEAN) CUDA_OK(k_decode_lean(a, stream));
+    else CUDA_OK(k_mixed(&r->mixed, r->how == MIXED_16 ? 16 : 8, stream));
+}
+
+static void decode_finish(decode_run *r, const problem *p, float *y) {
+    const size_t n = (size_t)p->c.n;
+    float *all_rows = malloc((size_t)p->c.rows * n * 4);
+    download(&r->d, p->fp16, all_rows);
+    memcpy(y, all_rows + (size_t)r->first * n, (size_t)r->rows * n * 4);
+    for (size_t i = 0; i < (size_t)p->c.rows * n; i++) /* other rows are as they were: NaN */
+        if ((i < (size_t)r->first * n || i >= (size_t)(r->first + r->rows) * n) && !isnan(all_rows[i])) fail_msg("output %zu of another row was written", i);
     free(all_rows);
-    uint8_t *left = malloc(workspace_bytes);
-    buffer_get(&work, left);
-    for (size_t i = 0; i < k_decode_workspace_zeros(sms); i++)
-        if (left[i]) fail_msg("workspace byte %zu is not zero", i);
-    free(left);
-    buffer *all[] = {&planes, &cols, &slots, &work, &ticket};
+    splitting_free(&r->split);
+    buffer *all[] = {&r->planes, &r->columns, &r->slots, &r->groups};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) buffer_free(all[i]);
 }
 
-static void run_decode(const problem *p, int first, int rows, bool pdl, float *y) {
-    run_decode_on(p, sm_count(), first, rows, pdl, y);
+static bool run_decode_on(const problem *p, enum how how, int sms, int first, int rows, bool pdl, float *y) {
+    decode_run r;
+    if (!decode_prepare(p, how, sms, first, rows, pdl, &r)) return false;
+    for (int again = 0; again < 3; again++) decode_launch(&r, NULL);
+    decode_finish(&r, p, y);
+    return true;
+}
+
+static bool run_decode(const problem *p, enum how how, int first, int rows, bool pdl, float *y) {
+    return run_decode_on(p, how, sm_count(), first, rows, pdl, y);
 }
 
 static void check(const problem *p, const float *y, double bound, const char *what) {
@@ -145,6 +241,10 @@ static void test_gemm(void **state) {
         {{33, 128, 2048, 2, 1, 2}, 256, 4, 132},  {{500, 328, 384, 0, 1, 1}, 256, 1, 4},    {{17, 8, 128, 1, 1, 2}, 64, 1, 132},
         {{300, 1096, 1024, 3, 1, 4}, 256, 1, 16}, {{400, 1096, 512, 2, 1, 3}, 256, 1, 14},  {{150, 1000, 1536, 1, 1, 1}, 128, 1, 8},
         {{70, 1032, 768, 5, 1, 40}, 64, 1, 6},
+        {{257, 256, 256, 1, 1, 1}, 256, 0, 132},  {{64, 136, 512, 1, 1, 1}, 64, 0, 4},      {{200, 520, 2048, 8, 1, 9}, 128, 0, 132},
+        {{300, 1096, 1024, 3, 1, 4}, 256, 0, 14}, {{300, 392, 4096, 4, 1, 7}, 256, 0, 132}, {{500, 328, 512, 0, 1, 1}, 256, 0, 6},
+        {{70, 1032, 768, 5, 1, 20}, 64, 0, 132},  {{33, 264, 7168, 2, 1, 2}, 128, 0, 40},   {{150, 1000, 1536, 1, 1, 1}, 128, 0, 2},
+        {{29, 8, 4096, 1, 1, 2}, 64, 0, 132},
     };
     for (size_t i = 0; i < 2 * (sizeof cases / sizeof *cases); i++) {
         if (left_out(cases[i / 2].c)) continue;
@@ -171,8 +271,9 @@ static void test_gemm_one_hot(void **state) {
     memset(p.bias, 0, n * 4);
     for (size_t m = 0; m < 512; m++) p.x[m * k + m] = bd_f32_to_bf16(1);
     float *y = malloc(512 * n * 4);
-    for (int tok = 64; tok <= 256; tok *= 2) {
-        run_gemm(&p, tok, 1, tok == 128 ? 2 : sm_count(), y);
+    for (int turn = 0; turn < 6; turn++) {
+        const int tok = 64 << turn % 3;
+        run_gemm(&p, tok, turn < 3, tok == 128 ? 2 : sm_count(), y); /* split 0 too: one x is one part of K */
         for (size_t m = 0; m < 512; m++)
             for (size_t i = 0; i < n; i++) {
                 int v = p.row_overlay[m];
@@ -196,101 +297,152 @@ static void test_decode(void **state) {
         {1, 128, 256, 1, 1, 1},    {1, 4096, 1024, 0, 1, 1},  {16, 512, 2048, 14, 1, 16}, {7, 136, 512, 2, 1, 4},    {16, 1000, 1536, 1, 1, 1},
         {9, 264, 4096, 16, 1, 9},  {2, 8, 256, 1, 1, 2},      {4, 6144, 768, 3, 1, 4},    {13, 72, 28672, 5, 1, 6},  {17, 136, 1024, 3, 1, 5},
         {33, 520, 2304, 8, 1, 12}, {64, 392, 4096, 14, 1, 16}, {64, 128, 512, 1, 1, 1},    {31, 2056, 768, 1, 1, 1},  {50, 264, 1280, 0, 1, 1},
-        {64, 8, 256, 16, 1, 16},   {48, 5000, 512, 6, 1, 7},  {8, 2048, 4096, 4, 1, 7}};
+        {64, 8, 256, 16, 1, 16},   {48, 5000, 512, 6, 1, 7},  {8, 2048, 4096, 4, 1, 7},   {128, 136, 1024, 9, 1, 8}, {100, 520, 1536, 3, 1, 3},
+        {64, 1032, 768, 8, 1, 8},  {12, 392, 512, 16, 1, 12}};
     for (size_t i = 0; i < 2 * (sizeof cases / sizeof *cases); i++) {
         if (left_out(cases[i / 2])) continue;
         problem p = problem_make_element(cases[i / 2], i % 2);
-        float *y = malloc((size_t)p.c.rows * (size_t)p.c.n * 4);
+        size_t bytes = (size_t)p.c.rows * (size_t)p.c.n * 4;
+        float *y = malloc(bytes), *plain = malloc(bytes);
         for (int pdl = 0; pdl < 2; pdl++) {
-            run_decode_on(&p, pdl ? sm_count() : 1 + (int)(test_next() % 5), 0, p.c.rows, pdl, y);
-            check(&p, y, decode_bound(&p), "decode");
+            const int sms = pdl ? sm_count() : 1 + (int)(test_next() % 5);
+            for (int how = PLAIN; how < HOWS; how++) {
+                if (!run_decode_on(&p, (enum how)how, sms, 0, p.c.rows, pdl, y)) continue;
+                check(&p, y, decode_bound(&p), how_names[how]);
+                if (how == PLAIN) memcpy(plain, y, bytes);
+                if (how == LEAN && memcmp(plain, y, bytes) != 0) fail_msg("rows %d n %d k %d: lean decode differs from decode", p.c.rows, p.c.n, p.c.k);
+            }
         }
         free(y);
+        free(plain);
         problem_free(&p);
     }
 }
 
 static void test_decode_delta_alone(void **state) {
     (void)state;
-    for (int i = 0; i < 4; i++) {
-        problem p = problem_make_element((linear_case){i < 2 ? 11 : 37, 392, 1280, 5, 1, 8}, i % 2);
+    for (int i = 0; i < 4 * HOWS; i++) {
+        const enum how how = (enum how)(i / 4);
+        problem p = problem_make_element((linear_case){i % 4 < 2 ? 11 : 37, 392, 1280, 5, 1, 6}, i % 2);
         const int rows = p.c.rows;
         memset(p.w, 0, (size_t)392 * 1280 * 2);
         memset(p.bias, 0, 392 * 4);
         float *y = malloc((size_t)rows * 392 * 4), *mirrored = malloc((size_t)rows * 392 * 4);
-        run_decode(&p, 0, rows, true, y);
-        check(&p, y, decode_bound(&p), "delta alone");
-        for (int v = 0; v < p.c.variants; v++) problem_mirror(&p, v);
-        run_decode(&p, 0, rows, true, mirrored);
-        for (int j = 0; j < rows * 392; j++)
-            if (mirrored[j] != -y[j]) fail_msg("output %d: %g, mirrored signs %g", j, (double)y[j], (double)mirrored[j]);
+        if (run_decode(&p, how, 0, rows, true, y)) {
+            check(&p, y, decode_bound(&p), "delta alone");
+            for (int v = 0; v < p.c.variants; v++) problem_mirror(&p, v);
+            run_decode(&p, how, 0, rows, true, mirrored);
+            for (int j = 0; j < rows * 392; j++)
+                if (mirrored[j] != -y[j]) fail_msg("%s: output %d: %g, mirrored signs %g", how_names[how], j, (double)y[j], (double)mirrored[j]);
+        }
         free(y);
         free(mirrored);
         problem_free(&p);
     }
 }
 
-/* x = e_m, base and delta far apart in size: each output is one weight plus one signed scale. */
+/* x = e_m: each output is one weight plus one signed scale; to the 16 bits of x's planes, or to the bit where x is not cut. */
+static void one_hot(enum how how, int rows, int at) {
+    problem p = problem_make((linear_case){rows, 200, 512, 3, 1, 5});
+    memset(p.x, 0, (size_t)rows * 512 * 2);
+    memset(p.bias, 0, 200 * 4);
+    for (int m = 0; m < rows; m++) p.x[m * 512 + (at + 7 * m) % 512] = bd_f32_to_bf16(1);
+    float *y = malloc((size_t)rows * 200 * 4);
+    const bool ran = run_decode(&p, how, 0, rows, false, y);
+    for (int m = 0; ran && m < rows; m++)
+        for (size_t n = 0; n < 200; n++) {
+            const size_t k = (size_t)(at + 7 * m) % 512;
+            const int v = p.row_overlay[m];
+            const float w = bd_bf16_to_f32(p.w[n * 512 + k]), delta = v < 0 ? 0 : (float)sign_of(p.bits[v][0], n, k, 512) * p.scale[v][0][n];
+            const float want = w + delta, got = y[(size_t)m * 200 + n];
+            const bool right = how >= MIXED_8 ? got == bd_bf16_to_f32(bd_f32_to_bf16(want)) : fabsf(got - want) <= fabsf(want) * 0x1p-8f + 1e-6f;
+            if (!right) fail_msg("%s: rows %d row %d output %zu: %g, want %g", how_names[how], rows, m, n, (double)got, (double)want);
+        }
+    free(y);
+    problem_free(&p);
+}
+
 static void test_decode_one_hot(void **state) {
     (void)state;
     if (getenv("BD_GPU_SMALL")) skip();
-    for (int rows = 8; rows <= 64; rows *= 2)
-        for (int at = 0; at < 512; at += 512 / 4) {
-            problem p = problem_make((linear_case){rows, 200, 512, 3, 1, 5});
-            memset(p.x, 0, (size_t)rows * 512 * 2);
-            memset(p.bias, 0, 200 * 4);
-            for (int m = 0; m < rows; m++) p.x[m * 512 + (at + 7 * m) % 512] = bd_f32_to_bf16(1);
-            float *y = malloc((size_t)rows * 200 * 4);
-            run_decode(&p, 0, rows, false, y);
-            for (int m = 0; m < rows; m++)
-                for (size_t n = 0; n < 200; n++) {
-                    const size_t k = (size_t)(at + 7 * m) % 512;
-                    const int v = p.row_overlay[m];
-                    const float w = bd_bf16_to_f32(p.w[n * 512 + k]), delta = v < 0 ? 0 : (float)sign_of(p.bits[v][0], n, k, 512) * p.scale[v][0][n];
-                    const float want = w + delta, got = y[(size_t)m * 200 + n];
-                    if (!(fabsf(got - want) <= fabsf(want) * 0x1p-8f + 1e-6f)) fail_msg("rows %d row %d output %zu: %g, want %g", rows, m, n, (double)got, (double)want);
-                }
-            free(y);
-            problem_free(&p);
-        }
+    for (int how = PLAIN; how < HOWS; how++)
+        for (int rows = 8; rows <= 128; rows *= 2)
+            for (int at = 0; at < 512; at += 512 / 4) one_hot((enum how)how, rows, at);
 }
 
 /* Scales of zero: the base, bitwise. */
 static void test_decode_zero_scale_is_the_base(void **state) {
     (void)state;
-    for (int rows = 5; rows <= 60; rows += 11) {
-        problem p = problem_make((linear_case){rows, 264, 1024, 4, 1, 6});
-        for (int v = 0; v < 4; v++) problem_scale(&p, v, 0);
-        float *y = malloc((size_t)rows * 264 * 4), *base = malloc((size_t)rows * 264 * 4);
-        run_decode(&p, 0, rows, true, y);
-        for (int m = 0; m < rows; m++) p.row_overlay[m] = -1;
-        run_decode(&p, 0, rows, true, base);
-        assert_memory_equal(y, base, (size_t)rows * 264 * 4);
-        free(y);
-        free(base);
-        problem_free(&p);
-    }
+    for (int rows = 5; rows <= 60; rows += 11)
+        for (int how = PLAIN; how < HOWS; how++) {
+            problem p = problem_make((linear_case){rows, 264, 1024, 4, 1, 6});
+            for (int v = 0; v < 4; v++) problem_scale(&p, v, 0);
+            float *y = malloc((size_t)rows * 264 * 4), *base = malloc((size_t)rows * 264 * 4);
+            if (run_decode(&p, (enum how)how, 0, rows, true, y)) {
+                for (int m = 0; m < rows; m++) p.row_overlay[m] = -1;
+                run_decode(&p, how == LEAN ? LEAN : PLAIN, 0, rows, true, base);
+                if (memcmp(y, base, (size_t)rows * 264 * 4) != 0) fail_msg("%s: %d rows of zero scales are not the base's", how_names[how], rows);
+            }
+            free(y);
+            free(base);
+            problem_free(&p);
+        }
 }
 
 static void test_decode_rows_do_not_depend_on_their_batch(void **state) {
     (void)state;
     if (getenv("BD_GPU_SMALL")) skip();
-    static const linear_case cases[] = {{16, 648, 1024, 14, 1, 16}, {64, 648, 1024, 14, 1, 16}, {27, 2056, 2048, 3, 1, 9}};
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        problem p = problem_make(cases[i]);
+    static const linear_case cases[] = {{16, 648, 1024, 14, 1, 16}, {64, 648, 1024, 14, 1, 16}, {27, 2056, 2048, 3, 1, 9}, {61, 648, 1024, 9, 1, 7}};
+    for (size_t i = 0; i < HOWS * (sizeof cases / sizeof *cases); i++) {
+        const enum how how = (enum how)(i % HOWS);
+        problem p = problem_make(cases[i / HOWS]);
         const int n = p.c.n;
         float *y = malloc((size_t)p.c.rows * (size_t)n * 4), *alone = malloc((size_t)n * 4);
-        run_decode(&p, 0, p.c.rows, true, y);
-        for (int m = 0; m < p.c.rows; m++) {
-            run_decode(&p, m, 1, true, alone);
+        const bool ran = run_decode(&p, how, 0, p.c.rows, true, y);
+        for (int m = 0; ran && m < p.c.rows; m++) {
+            if (!run_decode(&p, how, m, 1, true, alone)) continue; /* a base row is not for every kernel */
             for (int j = 0; j < n; j++)
                 if (alone[j] != y[m * n + j])
-                    fail_msg("%d rows, row %d output %d: alone %g, in the batch %g", p.c.rows, m, j, (double)alone[j], (double)y[m * n + j]);
+                    fail_msg("%s: %d rows, row %d output %d: alone %g, in the batch %g", how_names[how], p.c.rows, m, j, (double)alone[j], (double)y[m * n + j]);
         }
         free(y);
         free(alone);
         problem_free(&p);
     }
+}
+
+/* Two launches share the multiprocessors, each waiting for its own blocks: neither may keep the other's out for good. */
+static void test_two_streams(void **state) {
+    (void)state;
+    const int repeats = getenv("BD_GPU_SMALL") ? 2 : 40;
+    cudaStream_t streams[2];
+    for (int s = 0; s < 2; s++) CUDA_OK(cudaStreamCreateWithFlags(&streams[s], cudaStreamNonBlocking));
+    problem p = problem_make((linear_case){16, 1032, 1024, 3, 1, 4});
+    const size_t bytes = (size_t)16 * 1032 * 4;
+    float *alone = malloc(bytes), *y = malloc(bytes);
+    for (int how = PLAIN; how < HOWS; how++) {
+        decode_run runs[2];
+        if (!run_decode(&p, (enum how)how, 0, 16, true, alone)) continue;
+        for (int s = 0; s < 2; s++) decode_prepare(&p, (enum how)how, sm_count(), 0, 16, true, &runs[s]);
+        for (int i = 0; i < repeats; i++)
+            for (int s = 0; s < 2; s++) decode_launch(&runs[s], streams[s]);
+        for (int s = 0; s < 2; s++) {
+            decode_finish(&runs[s], &p, y);
+            if (memcmp(y, alone, bytes) != 0) fail_msg("%s: beside another launch the outputs differ", how_names[how]);
+        }
+    }
+    gemm_run gemms[2] = {gemm_prepare(&p, 64, 0, sm_count()), gemm_prepare(&p, 64, 0, sm_count())};
+    run_gemm(&p, 64, 0, sm_count(), alone);
+    for (int i = 0; i < repeats; i++)
+        for (int s = 0; s < 2; s++) CUDA_OK(k_gemm(&gemms[s].args, 64, 0, gemms[s].delta, streams[s]));
+    for (int s = 0; s < 2; s++) {
+        gemm_finish(&gemms[s], y);
+        assert_memory_equal(y, alone, bytes);
+        CUDA_OK(cudaStreamDestroy(streams[s]));
+    }
+    free(alone);
+    free(y);
+    problem_free(&p);
 }
 
 int main(int argc, char **argv) {
@@ -302,6 +454,7 @@ int main(int argc, char **argv) {
     }
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_gemm), cmocka_unit_test(test_gemm_one_hot), cmocka_unit_test(test_decode),
                                        cmocka_unit_test(test_decode_delta_alone), cmocka_unit_test(test_decode_one_hot),
-                                       cmocka_unit_test(test_decode_zero_scale_is_the_base), cmocka_unit_test(test_decode_rows_do_not_depend_on_their_batch)};
+                                       cmocka_unit_test(test_decode_zero_scale_is_the_base), cmocka_unit_test(test_decode_rows_do_not_depend_on_their_batch),
+                                       cmocka_unit_test(test_two_streams)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
