@@ -271,7 +271,11 @@ def test_metrics(shared):
 def test_metrics_public(launch, home):
     server = launch("--tenants", str(write(home / "public.json", tenant("alpha"))), "--metrics-public")
     ask(server, "alpha", model=C)
-    assert 'tenant="alpha"' in server.get("/metrics").text and f'"{C}"' in server.get("/metrics").text
+    names = [{line.rsplit(" ", 1)[0] for line in text.splitlines() if not line.startswith(("#", "bd_http_"))} for text in (server.get("/metrics").text, admin_metrics(server))]
+    assert names[0] == names[1]
+    for series in ('bitdelta_tenant_requests_total{result="ok",tenant="alpha"}', 'bitdelta_tenant_service_tokens_total{tenant="alpha"}',
+                   f'vllm:prompt_tokens_total{{model_name="{C}"}}'):
+        assert series in names[0], series
 
 
 def test_admin_list(shared):
@@ -317,6 +321,18 @@ def test_requests_per_minute(launch, home):
     mine = usage(server, "alpha")
     assert mine["limited"]["requests"] == 8 and mine["results"] == {"ok": 2, "refused": 0, "cancelled": 0, "failed": 0} and mine["requests_left"] == 0
     assert sum(samples(admin_metrics(server), "bitdelta_tenant_limited_total", tenant="alpha", limit="requests").values()) == 8
+
+
+def test_every_kind_of_work_is_a_request(launch, home):
+    """Also what is refused later: that there is no template for a chat shows only once it is let in."""
+    server = launch("--tenants", str(write(home / "kinds.json", *(tenant(name, requests_per_minute=1) for name in KEYS))))
+    for name, path, status, body in (("alpha", "/v1/completions", 200, {"prompt": "x", "max_tokens": 1}), ("beta", "/tokenize", 200, {"prompt": "x"}),
+                                     ("gamma", "/detokenize", 200, {"tokens": [5]}),
+                                     ("delta", "/v1/chat/completions", 400, {"messages": [{"role": "user", "content": "x"}]})):
+        first, second = (requests.post(server.url + path, json=body, headers=bearer(name), timeout=20) for _ in range(2))
+        assert first.status_code == status, first.text
+        limited(second, "requests per minute")
+        assert usage(server, name)["admitted"] == 1
 
 
 def test_retry_after_is_honest(launch, home):
@@ -538,6 +554,25 @@ def test_reload(launch, home):
     eventually(lambda: sum("mod=tenants not reloaded" in line or "not reloaded" in line for line in list(server.lines)) >= 3, what="a complaint")
     assert ask(server, "alpha", model=C).status_code == 200
     no_secrets("\n".join(server.lines))
+
+
+def test_names_that_are_not_served_are_logged(launch, home):
+    """One line a reading, the first of them; none where all are there."""
+    path = write(home / "misspelt.json", tenant("alpha", [BASE, C]), tenant("beta", [C, "zen-mini-sqk", "zzz"]), tenant("gamma", ["none"]))
+    server = launch("--tenants", str(path))
+
+    def told():
+        return [line for line in list(server.lines) if "level=warn mod=tenants" in line]
+
+    eventually(lambda: len(told()) == 1, what="a line about the file")
+    assert "tenant=beta may use variant=zen-mini-sqk, which is not served" in told()[0] and "are 2 more names" in told()[0]
+    write(path, tenant("alpha", [BASE, C]), tenant("beta", [C, SQL]), tenant("gamma"))
+    reload(server)
+    assert len(told()) == 1
+    write(path, tenant("alpha", ["Zen-mini"]))
+    reload(server)
+    eventually(lambda: len(told()) == 2, what="a second line")
+    assert "tenant=alpha may use variant=Zen-mini, which is not served" in told()[1]
 
 
 def test_left_and_back(launch, home):
