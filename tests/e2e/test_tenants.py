@@ -387,28 +387,34 @@ def test_tokens_per_minute(launch, home):
     limited(ask(server, "alpha", max_tokens=room + 20), "tokens per minute")
     message = error_of(ask(server, "alpha", max_tokens=300), 400, "invalid_value", "max_tokens")
     assert "200 tokens" in message and "305" in message and "429" not in message and "rate limit" not in message.lower()
+    assert "245" in error_of(ask(server, "alpha", max_tokens=80, n=3), 400, "invalid_value", "max_tokens")
     long_text = " ".join(f"{i}xq" for i in range(60))
     count = requests.post(server.url + "/tokenize", json={"prompt": long_text}, headers=bearer("beta"), timeout=20).json()["count"]
     assert count > 50 > len(long_text) // 8
     error_of(ask(server, "beta", long_text[: len(long_text)]), 400, "invalid_value", "max_tokens")
     check()
     mine = usage(server, "alpha")
-    assert mine["too_large"] == 1 and mine["limited"]["tokens"] == 1 and usage(server, "beta")["too_large"] == 1
+    assert mine["too_large"] == 2 and mine["limited"]["tokens"] == 1 and usage(server, "beta")["too_large"] == 1
     assert mine["prompt_tokens"] + mine["generated_tokens"] == used
 
 
 def test_a_text_counts_as_its_tokens(launch, home):
-    """Once it is tokenised, before it runs: not as the guess from its bytes."""
-    path = write(home / "text.json", tenant("alpha", tokens_per_minute=1, token_burst=500), tenant("beta"))
-    server = launch("--tenants", str(path), "--max-seqs", "1")
+    """Once it is tokenised, before it runs: not as the guess from its bytes. A chat without a limit counts 512 new tokens."""
+    path = write(home / "text.json", tenant("alpha", tokens_per_minute=1, token_burst=900), tenant("beta"))
+    (home / "text.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    server = launch("--tenants", str(path), "--max-seqs", "1", "--chat-template", str(home / "text.jinja"))
     plug = Long(server, "beta")
-    for text, fields in ((" the" * 100, {"max_tokens": 10}), ("\U0001F600" * 50, {"max_tokens": 3, "n": 2}), ("a" * 400, {"max_tokens": 0})):
-        count = requests.post(server.url + "/tokenize", json={"prompt": text}, headers=bearer("alpha"), timeout=20).json()["count"]
+    talk = {"messages": [{"role": "user", "content": " sea" * 100}]}
+    for body, new in (({"prompt": " the" * 100, "max_tokens": 10}, 10), ({"prompt": "\U0001F600" * 50, "max_tokens": 3, "n": 2}, 6),
+                      ({"prompt": "a" * 400, "max_tokens": 0}, 0), (talk, 512), (talk | {"max_tokens": 7}, 7), (talk | {"max_completion_tokens": 600}, 600)):
+        asked = {k: v for k, v in body.items() if k in ("prompt", "messages")}
+        count = requests.post(server.url + "/tokenize", json=asked, headers=bearer("alpha"), timeout=20).json()["count"]
         before = usage(server, "alpha")["tokens_left"]
         raw = server.connect()
-        raw.sendall(request(body={"prompt": text, **fields}, headers=[f"Authorization: Bearer {KEYS['alpha']}"]))
+        raw.sendall(request(path="/v1/completions" if "prompt" in body else "/v1/chat/completions", body=body,
+                            headers=[f"Authorization: Bearer {KEYS['alpha']}"]))
         eventually(lambda: usage(server, "alpha")["requests_now"] == 1, what="a waiting request")
-        wanted = before - count - fields["max_tokens"] * fields.get("n", 1)
+        wanted = before - count - new
         eventually(lambda: wanted <= usage(server, "alpha")["tokens_left"] <= wanted + 2, what=f"{wanted} left of {before}")
         raw.close()
         idle(server, "alpha")
