@@ -163,6 +163,7 @@ bd_status bd_http_server_attach(bd_http_server *server, bd_router *router,
     if (status != BD_OK) return status;
     server->router = router;
     atomic_store(&server->openai, openai); /* publishes router too */
+    if (server->options.tenants) bd_tenants_watch(server->options.tenants, router);
     return BD_OK;
 }
 
@@ -212,6 +213,7 @@ void bd_http_server_stop(bd_http_server *server) {
         server->shards[i].started = false;
     }
     bd_workers_stop(server);
+    if (server->options.tenants) bd_tenants_watch(server->options.tenants, NULL);
 }
 
 void bd_http_server_destroy(bd_http_server *server) {

@@ -248,6 +248,7 @@ bd_status bd_tenants_reload(bd_tenants *tenants, bd_tenants_change *out, bd_erro
     pthread_mutex_lock(&tenants->reload_lock);
     bd_error fault;
     bd_status status = load(tenants, out, &fault);
+    if (status == BD_OK) bd_tenants_report_unknown(tenants);
     pthread_mutex_unlock(&tenants->reload_lock);
     if (status != BD_OK) {
         bd_log_error("tenants", "not reloaded", &fault);
@@ -257,6 +258,13 @@ bd_status bd_tenants_reload(bd_tenants *tenants, bd_tenants_change *out, bd_erro
     bd_log(BD_LOG_INFO, "tenants", "reloaded tenants=%u added=%u removed=%u", (unsigned)out->total,
            (unsigned)out->added, (unsigned)out->removed);
     return BD_OK;
+}
+
+void bd_tenants_watch(bd_tenants *tenants, struct bd_router *router) {
+    pthread_mutex_lock(&tenants->reload_lock);
+    tenants->router = router;
+    bd_tenants_report_unknown(tenants);
+    pthread_mutex_unlock(&tenants->reload_lock);
 }
 
 void bd_tenants_destroy(bd_tenants *tenants) {

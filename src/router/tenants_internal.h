@@ -64,12 +64,15 @@ struct bd_tenants {
     uint8_t secret[32];          /* made at start */
     pthread_mutex_t reload_lock; /* one reading at a time; of next_id */
     uint32_t next_id;
-    pthread_mutex_t lock; /* of table */
+    struct bd_router *router; /* NULL: nothing to compare names with; of reload_lock too */
+    pthread_mutex_t lock;     /* of table */
     bd_tenant_table *table;
 };
 
 extern const uint64_t bd_tenant_wait_bounds_us[BD_TENANT_WAIT_BOUNDS];
 
+/* tenants_report.c; with reload_lock: names that the router does not serve. */
+void bd_tenants_report_unknown(bd_tenants *tenants);
 /* All tenants of now, held, in malloc'ed memory; NULL: none left. */
 const bd_tenant **bd_tenants_hold_all(bd_tenants *tenants, uint32_t *count);
 

@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "bitdelta/base/log.h"
+#include "bitdelta/router/router.h"
 #include "tenants_internal.h"
 
 typedef struct snapshot {
@@ -230,4 +232,32 @@ void bd_tenants_write_metrics(bd_tenants *tenants, bd_strbuf *out) {
         bd_tenant_release(list[i]);
     free(all);
     free(list);
+}
+
+/* One line, whatever is amiss: a variant may well come later, and a misspelt name is one to look
+ * for. */
+void bd_tenants_report_unknown(bd_tenants *tenants) {
+    const bd_tenant_table *table = tenants->table; /* reload_lock: nobody replaces it */
+    const char *tenant = NULL, *variant = NULL;
+    uint64_t more = 0;
+    for (uint32_t i = 0; tenants->router && i < table->count; i++) {
+        const bd_tenant_internal *in = table->items[i];
+        for (uint32_t v = 0; v < in->variant_count; v++) {
+            const char *name = in->variants[v];
+            const bd_served *served = bd_router_find(tenants->router, name, strlen(name), NULL);
+            if (served) {
+                bd_router_release(tenants->router, served);
+            } else if (!variant) {
+                tenant = in->tenant.name;
+                variant = name;
+            } else {
+                more++;
+            }
+        }
+    }
+    if (variant)
+        bd_log(BD_LOG_WARN, "tenants",
+               "tenant=%s may use variant=%s, which is not served (nor are %" PRIu64
+               " more names of the file)",
+               tenant, variant, more);
 }

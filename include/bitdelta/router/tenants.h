@@ -53,6 +53,11 @@ typedef struct bd_tenants_change {
 BD_MUST_CHECK bd_status bd_tenants_reload(bd_tenants *tenants, bd_tenants_change *out,
                                           bd_error *err);
 
+struct bd_router;
+/* From now on until another or NULL is given (before the router ends), one log line says at once
+ * and at each reload which variant a tenant may use that this router does not serve. */
+void bd_tenants_watch(bd_tenants *tenants, struct bd_router *router);
+
 /* The tenant of this key, to be released; NULL: nobody's. */
 const bd_tenant *bd_tenants_by_key(bd_tenants *tenants, const char *key, size_t key_bytes);
 void bd_tenant_hold(const bd_tenant *tenant);    /* NULL is fine */
