@@ -189,9 +189,9 @@ static bd_status check_tokenizer(const run *r, bd_error *err) {
 }
 
 static bd_status choose_side_files(run *r, bd_error *err) {
-    static const char *const names[] = {"tokenizer.json", "tokenizer_config.json",
+    static const char *const names[] = {"tokenizer.json",         "tokenizer_config.json",
                                         "generation_config.json", "chat_template.jinja",
-                                        "config.json"};
+                                        "chat_template.json",     "config.json"};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
         bool same = false;
         if (!has_file(r->request->finetuned_dir, names[i])) continue;

@@ -477,11 +477,13 @@ def demo_copy(folder, **changes):
 def test_small_files_that_differ_are_copied(tmp_path):
     tuned = demo_copy(tmp_path / "tuned", rope_theta=20000.0, max_position_embeddings=4096)
     (tuned / "chat_template.jinja").write_text("{{ messages }}")
+    (tuned / "chat_template.json").write_text('{"chat_template": "{{ messages }}"}')
     (tuned / "generation_config.json").write_text('{"eos_token_id": [4081, 4084]}')
     compress(DEMO / "zen-mini", tuned, tmp_path / "d")
+    copied = ["chat_template.jinja", "chat_template.json", "generation_config.json", "config.json"]
     names = sorted(p.name for p in (tmp_path / "d").iterdir())
-    assert names == sorted([SHARD, "delta.json", "chat_template.jinja", "generation_config.json", "config.json"])
-    for n in ("chat_template.jinja", "generation_config.json", "config.json"):
+    assert names == sorted([SHARD, "delta.json", *copied])
+    for n in copied:
         assert (tmp_path / "d" / n).read_bytes() == (tuned / n).read_bytes()
     same = demo_copy(tmp_path / "same", transformers_version="9.9")                     # nothing that matters
     compress(DEMO / "zen-mini", same, tmp_path / "e")

@@ -360,6 +360,21 @@ def test_unknown_component_is_named(part, value, word, tmp_path):
     assert word in message and part in message
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_ids_that_no_token_has(name):
+    """Passed over, as by the package; negative ones are refused by both."""
+    package, rng = Tokenizer.from_file(str(FILES[name])), random.Random(f"{SEED} {name} ids")
+    known = package.get_vocab_size(with_added_tokens=True)
+    lists = [[rng.choice([rng.randrange(known), rng.randrange(known, 1 << 31), known + 64, (1 << 31) - 1]) for _ in range(rng.randrange(1, 12))] for _ in range(200)]
+    lines = [json.dumps({"ids": ids, "skip_special_tokens": False}) for ids in lists]
+    done = subprocess.run([BINARY, "tokenize", "--tokenizer", str(FILES[name]), "--decode"], input="\n".join(lines), capture_output=True, text=True, check=True)
+    assert [json.loads(line)["text"] for line in done.stdout.splitlines()] == [package.decode(ids, skip_special_tokens=False) for ids in lists]
+    with pytest.raises(OverflowError):
+        package.decode([-1])
+    done = subprocess.run([BINARY, "tokenize", "--tokenizer", str(FILES[name]), "--decode"], input='{"ids":[5,-1]}', capture_output=True, text=True)
+    assert done.returncode == 1 and "from 0 on" in done.stderr
+
+
 def test_missing_file_is_named(tmp_path):
     assert "nowhere.json" in refused(tmp_path / "nowhere.json")
 
