@@ -123,6 +123,11 @@ int ncclCommInitRankConfig(comm **out, int count, fake_id of, int rank, fake_con
 
 int ncclCommAbort(comm *c) {
     pthread_mutex_lock(&lock);
+    while (plan.end_hang) {
+        pthread_mutex_unlock(&lock);
+        nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+        pthread_mutex_lock(&lock);
+    }
     seen.aborts++;
     comms[c->rank] = NULL;
     pthread_mutex_unlock(&lock);

@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 typedef struct fake_nccl_plan {
-    bool no_id, init_error, init_hang, async_error, call_error, call_hang;
+    bool no_id, init_error, init_hang, async_error, call_error, call_hang, end_hang;
     int rank; /* where; call_hang: everywhere */
 } fake_nccl_plan;
 

@@ -12,12 +12,15 @@
  *
  * Threads: a comm's calls are its rank's, abort and close anybody's; each comm's lock is held
  * during its calls into NCCL, none of which waits. The group's lock is taken before a comm's, never
- * after. */
+ * after. What ends communicators of a broken group is a thread of its own: the last ncclCommAbort
+ * waits until no recorded step names them, and recordings live until their backends are closed. */
 #include "nccl_comm.h"
 
 #include <dlfcn.h>
 #include <limits.h>
 #include <pthread.h>
+#include <sched.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -29,7 +32,7 @@
 
 enum { NCCL_OK = 0, NCCL_IN_PROGRESS = 7, NCCL_SUM = 0, NCCL_UINT8 = 1 };
 enum { NCCL_MAGIC = (int)0xcafebeef, NCCL_UNDEFINED = INT_MIN, NCCL_CONFIG_VERSION = 21700 };
-enum { ASK_AGAIN_US = 50, ABORT_LOCK_MS = 200 };
+enum { SPIN_US = 300, ASK_AGAIN_US = 50, ABORT_LOCK_MS = 200, END_WAIT_S = 10 };
 
 typedef struct nccl_id {
     char bytes[128];
@@ -65,6 +68,12 @@ typedef struct rank_comm {
     uint32_t device_index;
 } rank_comm;
 
+typedef struct ending { /* communicators for a thread to end: its own */
+    int (*end)(nccl_comm *comm);
+    uint32_t count;
+    nccl_comm *comms[BD_COMM_RANKS_MAX];
+} ending;
+
 typedef struct nccl_group {
     bd_comm_group base;
     nccl_library library;
@@ -75,6 +84,8 @@ typedef struct nccl_group {
     pthread_mutex_t lock;
     char reason[320];                    /* guarded by lock */
     rank_comm *comms[BD_COMM_RANKS_MAX]; /* guarded by lock */
+    uint32_t ender_count;                /* guarded by lock */
+    pthread_t enders[BD_COMM_RANKS_MAX];
 } nccl_group;
 
 static nccl_group *group_of(const rank_comm *comm) {
@@ -126,18 +137,52 @@ static bd_status load(nccl_group *group, bd_error *err) {
 
 /* ---- Breaking ---- */
 
-/* Ends one rank's communicator and what it has on the device. A thread that is inside NCCL keeps
- * the lock: it finds the group broken when it comes back. */
-static void abort_comm(rank_comm *comm) {
+/* One rank's communicator, which it then has no more; NULL: none, or the rank's thread is inside
+ * NCCL, keeps the lock, and will find the group broken when it comes back. */
+static nccl_comm *take_comm(rank_comm *comm) {
     struct timespec until;
     clock_gettime(CLOCK_REALTIME, &until);
     until.tv_nsec += ABORT_LOCK_MS * 1000000L;
     until.tv_sec += until.tv_nsec / 1000000000L;
     until.tv_nsec %= 1000000000L;
-    if (pthread_mutex_timedlock(&comm->lock, &until) != 0) return;
-    if (comm->nccl) (void)group_of(comm)->library.end(comm->nccl);
+    if (pthread_mutex_timedlock(&comm->lock, &until) != 0) return NULL;
+    nccl_comm *nccl = comm->nccl;
     comm->nccl = NULL;
     pthread_mutex_unlock(&comm->lock);
+    return nccl;
+}
+
+/* Ends the communicators and what they have on the devices. */
+static void *end_all(void *arg) {
+    ending *e = arg;
+    for (uint32_t i = 0; i < e->count; i++)
+        (void)e->end(e->comms[i]);
+    free(e);
+    return NULL;
+}
+
+/* With the group's lock held. Again for a rank whose thread was inside NCCL before. */
+static void start_ending(nccl_group *group) {
+    ending *e = calloc(1, sizeof *e);
+    if (!e) return; /* closing ends them */
+    e->end = group->library.end;
+    for (uint32_t r = 0; r < group->base.rank_count; r++) {
+        nccl_comm *nccl = group->comms[r] ? take_comm(group->comms[r]) : NULL;
+        if (nccl) e->comms[e->count++] = nccl;
+    }
+    if (e->count == 0) {
+        free(e);
+        return;
+    }
+    sigset_t all, before;
+    sigfillset(&all); /* signals are the main thread's */
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const int rc = pthread_create(&group->enders[group->ender_count], NULL, end_all, e);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (rc == 0)
+        group->ender_count++; /* each has a communicator: there are no more than ranks */
+    else
+        (void)end_all(e);
 }
 
 /* The first reason stays. No comm's lock is held by the caller. */
@@ -147,8 +192,7 @@ static void break_group(nccl_group *group, const char *reason) {
         (void)snprintf(group->reason, sizeof group->reason, "%s", reason);
         atomic_store(&group->broken, true);
     }
-    for (uint32_t r = 0; r < group->base.rank_count; r++)
-        if (group->comms[r]) abort_comm(group->comms[r]);
+    start_ending(group);
     pthread_mutex_unlock(&group->lock);
 }
 
@@ -206,13 +250,18 @@ static bd_status wait_ready(rank_comm *comm, const char *what, bd_error *err) {
         const int state = state_of(comm);
         if (state == NCCL_OK) return atomic_load(&group->broken) ? broken(group, err) : BD_OK;
         if (state != NCCL_IN_PROGRESS) return nccl_fault(comm, what, state, err);
-        if (bd_now_us() - begin_us > wait_us) {
+        const uint64_t waited_us = bd_now_us() - begin_us;
+        if (waited_us > wait_us) {
             char text[80];
             (void)snprintf(text, sizeof text, "the others did not come within %llu ms",
                            (unsigned long long)(wait_us / 1000u));
             return break_with(comm, what, text, err);
         }
-        (void)nanosleep(&pause, NULL);
+        /* A launch is "in progress" for some 20 us: NCCL makes it on a thread of its own. */
+        if (waited_us < SPIN_US)
+            (void)sched_yield();
+        else
+            (void)nanosleep(&pause, NULL);
     }
 }
 
@@ -282,6 +331,12 @@ void bd_nccl_abort(bd_comm_group *base) {
 void bd_nccl_group_destroy(bd_comm_group *base) {
     nccl_group *group = (nccl_group *)base;
     if (!group) return;
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += END_WAIT_S;
+    for (uint32_t i = 0; i < group->ender_count; i++)
+        if (pthread_timedjoin_np(group->enders[i], NULL, &until) != 0)
+            pthread_detach(group->enders[i]);
     pthread_mutex_destroy(&group->lock);
     free(group);
 }
@@ -326,7 +381,8 @@ void bd_nccl_close(bd_comm *base) {
     pthread_mutex_lock(&group->lock);
     group->comms[comm->base.rank] = NULL;
     pthread_mutex_unlock(&group->lock);
-    abort_comm(comm);
+    nccl_comm *nccl = take_comm(comm);
+    if (nccl) (void)group->library.end(nccl);
     pthread_mutex_destroy(&comm->lock);
     free(comm);
 }
