@@ -2,8 +2,8 @@
 # Everything that needs a GPU, on a machine that has one, in stages that each run alone.
 #
 #   bench/gpu.sh [STAGE...]       no stage: all of them, in this order
-#   bench/gpu.sh pack FILE        strips what the stages run and packs it, for a machine that builds nothing
-#   bench/gpu.sh unpack FILE      there: into $BUILD
+#   bench/gpu.sh pack FILE        strips what the stages run and packs it with its libraries, for a machine that builds nothing
+#   bench/gpu.sh unpack FILE      there: into $BUILD; of the libraries those that it lacks
 #
 #   stage       minutes  what
 #   tests          4     every tests/gpu program: kernels against float64, models, attention, sampling
@@ -42,15 +42,21 @@ if [[ ${1:-} == pack ]]; then
     for program in "${programs[@]}" $(cd "$build" && ls tests/test_gpu_* | grep -v '\.'); do
         strip -o "$folder/$program" "$build/$program" || exit 1
     done
+    mkdir "$folder/lib"
+    (cd "$build" && ldd bitdelta tests/test_gpu_tp) | awk '/=> \// { print $3 }' | sort -u |
+        grep -vE '/(libc|libm|libdl|librt|libpthread|libstdc\+\+|libgcc_s)\.so' | xargs cp -Lt "$folder/lib"
     git rev-parse --short HEAD >"$folder/commit"
     XZ_OPT='-6 --lzma2=dict=64MiB' tar -C "$folder" -cJf "${2:?FILE}" . && ls -l "$2"
     rm -r "$folder"
     exit
 elif [[ ${1:-} == unpack ]]; then
-    mkdir -p "$build" && tar -C "$build" -xJf "${2:?FILE}"
+    mkdir -p "$build" && tar -C "$build" -xJf "${2:?FILE}" || exit 1
+    there=$(ldconfig -p)
+    for library in "$build"/lib/*; do [[ $there != *"${library##*/} "* ]] || rm "$library"; done
     exit
 fi
 
+[[ -d $build/lib ]] && export LD_LIBRARY_PATH=$(realpath "$build/lib")${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -1) || { echo "no GPU answers" >&2; exit 1; }
 name=${gpu%%,*}
 out=${OUT:-bench/results/gpu-${name// /-}}
