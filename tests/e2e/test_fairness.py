@@ -195,6 +195,25 @@ def test_idle_then_back(serve):
     assert moved <= 2 * unit(4, weights)
 
 
+def test_found_prefixes_are_free(serve):
+    """What the prefix cache has is not computed and not paid for; others, who cannot find it, pay in full."""
+    numbers = random.Random(8)
+    server = serve({"first": 1, "other": 2})
+    prompt = body(numbers, 90)
+    paid = {"first": 0.0, "other": 0.0}
+    for tenant in ("first", "first", "other", "first", "other"):
+        found = Look(server).value("vllm:prefix_cache_hits_total")
+        crowd = Crowd(server)
+        crowd.send(tenant, prompt)
+        while crowd.pump():
+            pass
+        end = Look(server)
+        found = end.value("vllm:prefix_cache_hits_total") - found
+        assert (found > 60) == (paid[tenant] > 0)  # the first time nothing is found
+        paid[tenant] += IN * (90 - found) + OUT * OUTPUT
+        assert end.service[tenant] == paid[tenant], (tenant, found)
+
+
 def test_nobody_is_configured(launch):
     """Without tenants all are served, and there are no series of tenants."""
     numbers = random.Random(7)
