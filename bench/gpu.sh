@@ -15,8 +15,8 @@
 #   goldens        3     the goldens of transformers, bf16 and fp16
 #   attention      3     attention beside PyTorch's
 #   ncu            2     bytes a kernel moves, where the profiler may read the counters
-#   ranks          5     ranks on several GPUs: their sums, models split over them, and how fast the sums are beside NCCL's. With one GPU
-#                        the ranks share it and NCCL is left out
+#   ranks          5     ranks on several GPUs: their sums, and models split over them; with one GPU the ranks share it and NCCL is left out
+#   comm           2     how fast the ranks' sums of a decode step are beside NCCL's; with one GPU it is skipped
 #
 # Environment: BUILD (default build; a build with BD_CUDA=on and BD_BENCH=on), OUT (default bench/results/gpu-<name>), COMMIT
 # (default git's). A stage writes OUT/<stage>.txt, or .csv with the full figures, and at the end one summary is printed, short enough
@@ -30,11 +30,11 @@
 #   3.  bench/gpu.sh model serving
 #   4.  bench/gpu.sh linear goldens attention, for tables to be kept
 # and with two GPUs or more (tests/gpu/test_gpu_tp.c says what is looked at):
-#   1.  tests/data/unpack.sh && bench/gpu.sh unpack gpu.tar.xz && bench/gpu.sh ranks
+#   1.  tests/data/unpack.sh && bench/gpu.sh unpack gpu.tar.xz && bench/gpu.sh ranks comm
 set -u
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build}
-stages=(tests sanitizers choices linear model serving goldens attention ncu ranks)
+stages=(tests sanitizers choices linear model serving goldens attention ncu ranks comm)
 programs=(bitdelta bench_gpu_linear bench_gpu_model bench_gpu_attention bench_gpu_comm)
 
 if [[ ${1:-} == pack ]]; then
@@ -56,6 +56,11 @@ elif [[ ${1:-} == unpack ]]; then
     exit
 fi
 
+# cuBLAS, where the loader does not find it by itself
+if [[ $(ldd "$build/bench_gpu_linear" 2>/dev/null) == *"libcublasLt"*"not found"* ]]; then
+    cublas=$(find /usr/local /opt /usr/lib -name 'libcublasLt.so.1[3-9]' 2>/dev/null | head -n 1)
+    export LD_LIBRARY_PATH=$(dirname "$cublas")${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+fi
 [[ -d $build/lib ]] && export LD_LIBRARY_PATH=$(realpath "$build/lib")${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -1) || { echo "no GPU answers" >&2; exit 1; }
 name=${gpu%%,*}
@@ -99,9 +104,11 @@ stage_sanitizers() {
     local tool what sanitizer
     sanitizer=$(find_sanitizer) || { say "  skipped: compute-sanitizer is not here"; return; }
     export BD_GPU_SMALL=1
-    for what in fast sampling attention; do
+    # racecheck knows no copies by the async engine: of the kernels that wait on those, memcheck alone.
+    keep sanitizers.txt 160 "$sanitizer" --tool memcheck --error-exitcode 9 "$build/tests/test_gpu_fast" 1
+    for what in sampling attention; do
         for tool in memcheck racecheck; do
-            keep sanitizers.txt 100 "$sanitizer" --tool $tool --error-exitcode 9 "$build/tests/test_gpu_$what" 1
+            keep sanitizers.txt 70 "$sanitizer" --tool $tool --error-exitcode 9 "$build/tests/test_gpu_$what" 1
         done
     done
     unset BD_GPU_SMALL
@@ -116,7 +123,8 @@ layers() { # CSV: its lines "layer", shortened
 }
 stage_model() {
     local dtype
-    for dtype in bf16 fp16; do keep model.csv 120 "$build/bench_gpu_model" 8b $dtype; done
+    for dtype in bf16 fp16; do keep model.csv 100 "$build/bench_gpu_model" 8b $dtype; done
+    keep model.csv 100 "$build/bench_gpu_model" 8b bf16 lean,mixed,even # kernels that are not chosen among yet
     while read -r line; do say "    $line"; done < <(grep -a '8b,' "$out/model.csv" | cut -c1-120 | head -n 50)
 }
 stage_serving() {
@@ -157,8 +165,11 @@ stage_ranks() {
     local what
     find_nccl
     say "    $(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l) GPUs"
-    for what in repack ranks tp; do keep ranks.txt 200 "$build/tests/test_gpu_$what"; done
+    for what in repack ranks tp; do keep ranks.txt 250 "$build/tests/test_gpu_$what"; done
     while read -r line; do say "    $line"; done < <(grep -aE 'skipped|logits L2|over after|gave up|ended after' "$out/ranks.txt" | cut -c1-120 | head -n 60)
+}
+stage_comm() {
+    find_nccl
     keep comm.csv 150 "$build/bench_gpu_comm"
     while read -r line; do say "    $line"; done < <(grep -av '^# one' "$out/comm.csv" | tail -n 50 | cut -c1-120)
 }
@@ -169,6 +180,7 @@ for stage; do
 done
 for stage; do
     say "$stage"
+    rm -f "$out/$stage."*
     "stage_$stage"
 done
 printf '%s\n' "${summary[@]}" | head -c 11000

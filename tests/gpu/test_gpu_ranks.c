@@ -190,7 +190,7 @@ static void test_turns_begin_anew(void **state) {
     for (uint32_t round = 0; round < 2; round++) {
         set_turns(t, 0x100u); /* full windows, of both slots */
         for (uint32_t n = 0; n < 2; n++) {
-            the_case = (sum_case){.count = 131072, .seed = test_next(), .type = BD_COMM_F32, .times = 1, .nap = round == 1};
+            the_case = (sum_case){.count = CUDA_WINDOW_BYTES / 4, .seed = test_next(), .type = BD_COMM_F32, .times = 1, .nap = round == 1};
             ranks_run(t, run_case);
             check_case(t, true);
         }

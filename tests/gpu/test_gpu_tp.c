@@ -9,10 +9,11 @@
  *   cmake -G Ninja -S . -B build -DBD_CUDA=on -DBD_BENCH=ON -DCMAKE_CUDA_ARCHITECTURES=90a-real
  *   ninja -C build && bench/gpu.sh pack build/gpu.tar.xz        what to carry: this, tests/data/unpack.sh's files, demo/
  *   bench/gpu.sh unpack gpu.tar.xz && tests/data/unpack.sh && bench/gpu.sh ranks
+ *   bench/gpu.sh comm
  *
- * bench/gpu.sh ranks runs test_gpu_repack, test_gpu_ranks and test_gpu_tp, then bench_gpu_comm, and says which were skipped. One
- * alone: build/tests/test_gpu_tp [SEED]. What a run has shown goes into peers.h (CUDA_OWN_BYTES) and cuda_internal.h
- * (CUDA_RANKS_MAX). */
+ * bench/gpu.sh ranks runs test_gpu_repack, test_gpu_ranks and test_gpu_tp, comm runs bench_gpu_comm; what was skipped is named. One
+ * alone: LD_LIBRARY_PATH=build/lib build/tests/test_gpu_tp [SEED]. What a run has shown goes into peers.h (CUDA_OWN_BYTES) and
+ * cuda_internal.h (CUDA_RANKS_MAX). */
 #include "gpu_ranks.h"
 
 #include <sys/stat.h>
@@ -248,8 +249,9 @@ static void both_layers(side *one, side *many, uint32_t rows, bool fp16) {
 
 static void compare_operators(const char *dir, const char *const *deltas, uint32_t variants, uint32_t ranks, bool fp16) {
     const bd_dtype dtype = fp16 ? BD_DTYPE_F16 : BD_DTYPE_BF16;
-    const bd_model_options a = options_of(dir, ranks_backend_ops(RANKS_P2P), 1, dtype, BD_KERNELS_PLAIN), b = options_of(dir, ranks_backend_ops(RANKS_P2P), ranks, dtype, BD_KERNELS_PLAIN);
+    bd_model_options a = options_of(dir, ranks_backend_ops(RANKS_P2P), 1, dtype, BD_KERNELS_PLAIN), b = options_of(dir, ranks_backend_ops(RANKS_P2P), ranks, dtype, BD_KERNELS_PLAIN);
     opened models[2];
+    a.no_recording = b.no_recording = true;
     enum { ROWS = 24 };
     int32_t tokens[ROWS];
     uint32_t positions[ROWS], seq_of_row[ROWS], blocks[3] = {5, 2, 7};
@@ -359,7 +361,8 @@ static void golden_model(const char *name, int kind, uint32_t ranks, bd_dtype dt
     for (uint32_t shards = 1; shards <= 8; shards *= 8) {
         const char *delta = compressed(name, shards);
         opened m;
-        const bd_model_options options = options_of(base_path(name), ranks_backend_ops(kind), ranks, dtype, kernels);
+        bd_model_options options = options_of(base_path(name), ranks_backend_ops(kind), ranks, dtype, kernels);
+        options.no_recording = true; /* they are prompts, which are launched */
         open_model(&m, &options, &delta, 1);
         check_golden(&m, ms_get(golden, "base"), false, dtype == BD_DTYPE_F16 ? 4e-3 : 2e-2); /* as check_goldens.py */
         check_golden(&m, ms_get(golden, "variant"), true, dtype == BD_DTYPE_F16 ? 4e-3 : 2e-2);

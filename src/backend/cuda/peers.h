@@ -11,7 +11,7 @@
 /* Up to so many bytes the ranks' own kernel sums instead of NCCL. 0: never, until it is measured
  * where it wins (bench/gpu_comm.c). */
 #define CUDA_OWN_BYTES    0u
-#define CUDA_WINDOW_BYTES (512u << 10) /* most that one call of the own kernels takes */
+#define CUDA_WINDOW_BYTES (1u << 20) /* most that one call of the own kernels takes */
 
 typedef struct cuda_peers cuda_peers;
 
