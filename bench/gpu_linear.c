@@ -8,7 +8,9 @@
  * round; the median of the rounds. cuBLASLt: the fastest of its 8 heuristics. Ours: what the
  * backend would launch, the bit planes of x included. Rows are dealt evenly to the variants.
  * Columns: shape, matrix ("layer": the sum), rows, variants, base_us, bitdelta_us, ratio, bound
- * (bytes or arithmetic: 1 + V/16 in decode, 1 in prefill), kernel. */
+ * (bytes or arithmetic: 1 + V/16 in decode, 1 in prefill), kernel. With BENCH_CHOICES=1 every
+ * choice of kernel is timed too, each in a run of its own: rows "choice" of the table, its estimate
+ * in the place of the bound; and a line per (rows, variants) on stderr with the best of them. */
 #include <cublasLt.h>
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -138,10 +140,31 @@ static void matrix_free(matrix *m) {
     CHECK(cudaFree(m->overlays));
 }
 
+enum kind { DECODE, LEAN, MIXED, GEMM };
+typedef struct choice {
+    enum kind kind;
+    int tok, split; /* MIXED: tok is the width of a group */
+    bool now;       /* what the backend chooses among */
+} choice;
+
+static const choice choices[] = {
+    {DECODE, 0, 1, true},  {LEAN, 0, 1, false},  {MIXED, 8, 1, false}, {MIXED, 16, 1, false},
+    {GEMM, 256, 1, true},  {GEMM, 256, 2, true}, {GEMM, 256, 4, true}, {GEMM, 128, 1, true},
+    {GEMM, 128, 2, true},  {GEMM, 64, 1, true},  {GEMM, 64, 2, true},  {GEMM, 256, 0, false},
+    {GEMM, 128, 0, false}, {GEMM, 64, 0, false},
+};
+enum { CHOICES = sizeof choices / sizeof *choices, MIXED_ROWS = 256, LAUNCHES = 64 };
+
+typedef struct launch { /* of the mixed kernel */
+    int first_group, groups, lowest, variants;
+} launch;
+
 typedef struct work { /* one (rows, variants) of one matrix */
     matrix *m;
     int rows, variants;
-    int tok, split; /* tok 0: the decode kernel, in chunks */
+    choice how;
+    launch launches[LAUNCHES];
+    int launch_count;
     const void *x;
     void *y;
     k_gemm_tile *tiles;
@@ -194,20 +217,44 @@ static void run_decode(const work *w, int i) {
             .variants = w->variants ? variant_of(w, first + rows - 1) - lowest + 1 : 0,
             .sm_count = sms,
             .pdl = 1};
-        CHECK(k_decode(&args, stream));
+        CHECK(w->how.kind == LEAN ? k_decode_lean(&args, stream) : k_decode(&args, stream));
+    }
+}
+
+static void run_mixed(const work *w, int i) {
+    matrix *m = w->m;
+    for (int l = 0; l < w->launch_count; l++) {
+        const launch *part = &w->launches[l];
+        const k_mixed_args args = {
+            .w = map_make(m->w[i % m->copies], (size_t)m->n, (size_t)m->k, 128),
+            .x = map_make(w->x, (size_t)w->rows, (size_t)m->k, 8),
+            .w_data = m->w[i % m->copies],
+            .overlays = m->overlays,
+            .columns = w->columns + part->lowest,
+            .groups = w->tiles + part->first_group,
+            .y = w->y,
+            .workspace = w->workspace,
+            .ticket = w->tickets + turn++ % TICKETS,
+            .n = m->n,
+            .k = m->k,
+            .group_count = part->groups,
+            .variants = part->variants,
+            .sm_count = sms,
+            .pdl = 1};
+        CHECK(k_mixed(&args, w->how.tok, stream));
     }
 }
 
 static void run_bitdelta(const work *w, int i) {
     matrix *m = w->m;
     const void *data = m->w[i % m->copies];
-    if (w->tok == 0) {
-        run_decode(w, i);
+    if (w->how.kind != GEMM) {
+        (w->how.kind == MIXED ? run_mixed : run_decode)(w, i);
         return;
     }
     const k_gemm_args args = {
         .w = map_make(data, (size_t)m->n, (size_t)m->k, 128),
-        .x = map_make(w->x, (size_t)w->rows, (size_t)m->k, (unsigned)w->tok / 2),
+        .x = map_make(w->x, (size_t)w->rows, (size_t)m->k, (unsigned)w->how.tok / 2),
         .y = map_make(w->y, (size_t)w->rows, (size_t)m->n, 32),
         .w_data = data,
         .y_data = w->y,
@@ -218,8 +265,10 @@ static void run_bitdelta(const work *w, int i) {
         .k = m->k,
         .group = 8,
         .pdl = 1,
-        .sm_count = sms};
-    CHECK(k_gemm(&args, w->tok, w->split, w->variants > 0, stream));
+        .sm_count = sms,
+        .workspace = w->workspace,
+        .ticket = w->tickets + (w->how.split ? 0 : turn++ % TICKETS)};
+    CHECK(k_gemm(&args, w->how.tok, w->how.split, w->variants > 0, stream));
 }
 
 static cudaGraphExec_t graph_make(void (*run)(const work *, int), const work *w, int count) {
@@ -298,37 +347,66 @@ static void base_prepare(work *w) {
     m->best = best;
 }
 
-static void tiles_fill(work *w) {
+static void tiles_fill(work *w, int most) {
     k_gemm_tile *tiles = malloc(((size_t)w->rows + 16) * sizeof *tiles);
     w->tile_count = 0;
     for (int m = 0; m < w->rows;) {
         int end = m + 1;
-        while (end < w->rows && end - m < w->tok && variant_of(w, end) == variant_of(w, m))
+        while (end < w->rows && end - m < most && variant_of(w, end) == variant_of(w, m))
             end++;
         tiles[w->tile_count++] = (k_gemm_tile){m, end, w->variants ? variant_of(w, m) : -1, 0};
         m = end;
+    }
+    w->launch_count = 0;
+    launch *part = NULL;
+    for (int t = 0; w->how.kind == MIXED && t < w->tile_count; t++) {
+        const int variant = tiles[t].variant;
+        if (!part || (part->groups + 1) * most > K_MIXED_COLUMNS || variant - part->lowest >= 16) {
+            part = &w->launches[w->launch_count++];
+            *part = (launch){.first_group = t, .lowest = variant};
+        }
+        part->groups++;
+        part->variants = variant - part->lowest + 1;
+        tiles[t].variant -= part->lowest;
     }
     CHECK(
         cudaMemcpy(w->tiles, tiles, (size_t)w->tile_count * sizeof *tiles, cudaMemcpyHostToDevice));
     free(tiles);
 }
 
-static const int choices[][2] = {{0, 1},   {256, 1}, {256, 2}, {256, 4},
-                                 {128, 1}, {128, 2}, {64, 1},  {64, 2}};
-enum { CHOICES = sizeof choices / sizeof *choices };
-
 /* Sets the choice; false: it does not apply. */
-static bool choice_set(work *w, int choice) {
-    w->tok = choices[choice][0], w->split = choices[choice][1];
-    if (w->tok == 0) return w->rows <= 256;
-    if (w->rows <= 16 || w->m->k % (256 * w->split)) return false;
-    tiles_fill(w);
+static bool choice_set(work *w, int c) {
+    w->how = choices[c];
+    if (w->how.kind == DECODE) return w->rows <= 256;
+    if (w->how.kind == LEAN) return w->rows <= K_LEAN_ROWS;
+    if (w->how.kind == MIXED ? w->rows > MIXED_ROWS || !w->variants
+                             : w->rows <= 16 || w->m->k % (256 * (w->how.split ? w->how.split : 1)))
+        return false;
+    tiles_fill(w, w->how.tok);
     return true;
 }
 
+static const char *choice_name(const work *w, char (*text)[32]) {
+    static const char *const names[] = {"decode", "lean", "mixed", "gemm"};
+    if (!w->how.tok)
+        snprintf(*text, sizeof *text, "%s", names[w->how.kind]);
+    else if (w->how.kind == MIXED)
+        snprintf(*text, sizeof *text, "mixed %d", w->how.tok);
+    else
+        snprintf(*text, sizeof *text, "gemm %d/%d", w->how.tok, w->how.split);
+    return *text;
+}
+
 static double choice_cost(const work *w) {
-    if (w->tok) return k_gemm_cost(w->m->n, w->m->k, w->tok, w->split, w->tile_count, sms);
     double cost = 0;
+    if (w->how.kind == GEMM)
+        return k_gemm_cost(w->m->n, w->m->k, w->how.tok, w->how.split, w->tile_count, sms);
+    if (w->how.kind == MIXED) {
+        for (int l = 0; l < w->launch_count; l++)
+            cost += k_mixed_cost(w->m->n, w->m->k, w->launches[l].groups, w->how.tok,
+                                 w->launches[l].variants, sms);
+        return cost;
+    }
     for (int first = 0; first < w->rows; first += K_DECODE_ROWS) {
         const int last = first + K_DECODE_ROWS < w->rows ? first + K_DECODE_ROWS - 1 : w->rows - 1;
         cost += k_decode_cost(w->m->n, w->m->k, last - first + 1,
@@ -342,26 +420,11 @@ static void choose(work *w) {
     double least = 1e300;
     int best = 0;
     for (int c = 0; c < CHOICES; c++) {
-        if (!choice_set(w, c)) continue;
+        if (!choices[c].now || !choice_set(w, c)) continue;
         const double cost = choice_cost(w);
         if (cost < least * 0.999) least = cost, best = c;
     }
     choice_set(w, best);
-}
-
-static void choices_print(work w) {
-    for (int c = 0; c < CHOICES; c++) {
-        if (!choice_set(&w, c)) continue;
-        const int count = w.m->copies < 8 ? 8 : w.m->copies;
-        cudaGraphExec_t exec = graph_make(run_bitdelta, &w, count);
-        float us[3];
-        for (int r = 0; r < 3; r++)
-            us[r] = replay_us(exec, count);
-        CHECK(cudaGraphExecDestroy(exec));
-        fprintf(stderr, "%d x %d rows %d variants %d: tok %d split %d: %.1f us, cost %.1f\n",
-                w.m->n, w.m->k, w.rows, w.variants, w.tok, w.split, (double)median(us, 3),
-                choice_cost(&w));
-    }
 }
 
 static void report(const char *model, const char *name, const work *w, float base, float delta,
@@ -372,16 +435,44 @@ static void report(const char *model, const char *name, const work *w, float bas
     fflush(stdout);
 }
 
+static const char *const matrix_names[4] = {"qkv", "o", "gate_up", "down"};
+
+/* Every choice, `rounds` times; the least median, and whose it is in best. */
+static float choices_measure(work w, const char *model, const char *name, float base, int rounds,
+                             char (*best)[32]) {
+    cudaGraphExec_t graphs[CHOICES] = {0};
+    static float us[CHOICES][ROUNDS_MAX];
+    const int count = w.m->copies < 8 ? 8 : w.m->copies;
+    for (int c = 0; c < CHOICES; c++) /* tiles are the choice's: it is recorded and run by itself */
+        if (choice_set(&w, c)) {
+            graphs[c] = graph_make(run_bitdelta, &w, count);
+            replay_us(graphs[c], count);
+            for (int r = 0; r < rounds; r++)
+                us[c][r] = replay_us(graphs[c], count);
+            CHECK(cudaGraphExecDestroy(graphs[c]));
+        }
+    float least = 1e30f;
+    for (int c = 0; c < CHOICES; c++) {
+        if (!choice_set(&w, c)) continue;
+        char text[32];
+        const float mid = median(us[c], rounds);
+        printf("%s,choice %s,%d,%d,%.1f,%.1f,%.3f,%.1f,%s\n", model, name, w.rows, w.variants,
+               (double)base, (double)mid, (double)(mid / base), choice_cost(&w),
+               choice_name(&w, &text));
+        if (mid < least) least = mid, choice_name(&w, best);
+    }
+    return least;
+}
+
 static void measure(work w, const char *model, matrix *m, int rounds) {
-    static const char *const names[4] = {"qkv", "o", "gate_up", "down"};
-    float base_sum = 0, delta_sum = 0;
+    float base_sum = 0, delta_sum = 0, best_sum = 0;
+    char best[4][32];
     int32_t slot[256];
     for (int t = 0; t < w.rows && t < 256; t++)
         slot[t] = variant_of(&w, t) - variant_of(&w, t / K_DECODE_ROWS * K_DECODE_ROWS);
     CHECK(cudaMemcpy(w.slot, slot, sizeof slot, cudaMemcpyHostToDevice));
     for (int i = 0; i < 4; i++) {
         w.m = &m[i];
-        if (getenv("BENCH_CHOICES")) choices_print(w);
         choose(&w);
         const int count = m[i].copies < 8 ? 8 : m[i].copies;
         cudaGraphExec_t a = graph_make(run_base, &w, count),
@@ -393,12 +484,20 @@ static void measure(work w, const char *model, matrix *m, int rounds) {
         CHECK(cudaGraphExecDestroy(a));
         CHECK(cudaGraphExecDestroy(b));
         const float base = median(base_us, rounds), delta = median(delta_us, rounds);
-        char kernel[32] = "decode";
-        if (w.tok) snprintf(kernel, sizeof kernel, "gemm %d/%d", w.tok, w.split);
-        report(model, names[i], &w, base, delta, kernel);
+        char kernel[32];
+        report(model, matrix_names[i], &w, base, delta, choice_name(&w, &kernel));
         base_sum += base, delta_sum += delta;
+        if (getenv("BENCH_CHOICES"))
+            best_sum += choices_measure(w, model, matrix_names[i], base, rounds, &best[i]);
     }
     report(model, "layer", &w, base_sum, delta_sum, "");
+    if (best_sum > 0)
+        fprintf(stderr,
+                "%s rows %d variants %d: base %.1f, now %.1f (%.3f), best %.1f (%.3f): %s, %s, %s, "
+                "%s\n",
+                model, w.rows, w.variants, (double)base_sum, (double)delta_sum,
+                (double)(delta_sum / base_sum), (double)best_sum, (double)(best_sum / base_sum),
+                best[0], best[1], best[2], best[3]);
 }
 
 /* Whether text, a list with commas or NULL for anything, names value. */
@@ -417,7 +516,7 @@ int main(int argc, char **argv) {
     CHECK(cudaStreamCreate(&stream));
     CHECK(cublasLtCreate(&lt));
     CHECK(cudaMalloc(&lt_workspace, 64 << 20));
-    static const int rows[] = {1, 2, 4, 8, 14, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096},
+    static const int rows[] = {1, 2, 4, 8, 12, 14, 16, 24, 32, 64, 128, 256, 512, 1024, 2048, 4096},
                      variants[] = {1, 2, 4, 8, 14};
     work w = {0};
     CHECK(cudaMalloc((void **)&w.tiles, 8192 * sizeof *w.tiles));

@@ -1,12 +1,14 @@
 /* bench/gpu_model.c - whole steps of a model of random weights on the GPU: time of a step from its
- * tables to its tokens. bench_gpu_model [small|8b] [bf16|fp16]     one CSV row a case, and how long
- * the weights took to upload Decode at several batch sizes, contexts and numbers of variants, with
+ * tables to its tokens. bench_gpu_model [small|8b] [bf16|fp16] [KERNELS]     one CSV row a case,
+ * and how long the weights took to upload. KERNELS: of lean, mixed and even those to choose among
+ * too. Decode at several batch sizes, contexts and numbers of variants, with
  * recorded steps and without, in turn; prefill of one prompt. Odd sequences sample (top_k 50, top_p
  * 0.9), even ones are greedy. Wall-clock medians; every step reads all weights, so nothing stays in
  * the cache between them. */
 #include <stdio.h>
 
 #include "../tests/gpu/gpu_model.h"
+#include "backend/cuda/fast.h"
 
 #define REPEATS 15
 
@@ -49,6 +51,10 @@ int main(int argc, char **argv) {
                                       .ffn = 2816,
                                       .vocab = 32000,
                                       .variants = 14};
+    if (argc > 3)
+        cuda_fast_choices = (cuda_choices){.lean = strstr(argv[3], "lean") != NULL,
+                                           .mixed = strstr(argv[3], "mixed") != NULL,
+                                           .even = strstr(argv[3], "even") != NULL};
     s.rows = 2048, s.seqs = 64, s.len = 8192, s.blocks = 64 * 2064 / GPU_MODEL_BLOCK + 64,
     s.dtype = fp16 ? BD_DTYPE_F16 : BD_DTYPE_BF16;
     uint64_t from = bd_now_us();

@@ -18,7 +18,7 @@
 namespace {
 
 template <int GW, int GROUPS> struct Mixed {
-  static constexpr int N = GW * GROUPS, THREADS = 384, REGS = 208;
+  static constexpr int N = GW * GROUPS, THREADS = 384, REGS = 216;  // 72 of the producers
   static constexpr int PIECE = N * 128, PIECES = N == 128 ? 6 : 8, PARTIAL = N * 512;
 };
 
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(Mixed<GW, GROUPS>::THREADS, 1) mixed_kernel(co
   pdl_launch();
 
   if (wg == 2) {
-    reg_dec<88>();
+    reg_dec<72>();
     const int u0 = split_begin(units, ticket, gridDim.x), u1 = split_begin(units, ticket + 1, gridDim.x);
     if (warp == 0) {
       if (lane == 0) {
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(Mixed<GW, GROUPS>::THREADS, 1) mixed_kernel(co
       for (int i = 0; i < N / 2; i++) e[i / (GW / 2)][i % (GW / 2)] = 0;
 #pragma unroll 1
       for (; u < end; u++) {
-        int last = 0;  // stage whose products are in flight
+        int last = 0;  // stage of W whose products are in flight, -1: handed back
         const int x0 = xp.at;
 #pragma unroll 1
         for (int b = 0; b < 4; b++) {
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(Mixed<GW, GROUPS>::THREADS, 1) mixed_kernel(co
           st.next(a.stages);
           xp.next(S::PIECES);
         }
-        int slot = 0, held = last;  // the slot whose chunk is ch; the stage of W not yet handed back
+        int slot = 0;  // the slot whose chunk is ch
         mbar_wait(sfull + 8 * ch.at, ch.phase);
 #pragma unroll
         for (int j = 0; j < GROUPS; j++) {
@@ -169,9 +169,9 @@ __global__ void __launch_bounds__(Mixed<GW, GROUPS>::THREADS, 1) mixed_kernel(co
               const int at = x0 + b >= S::PIECES ? x0 + b - S::PIECES : x0 + b;
               const u64 dx = desc_swizzle128(pieces + at * S::PIECE + j * GW * 128);
               wgmma_wait<1>();  // the products before the last ones have read their registers
-              if (b == 1 && held >= 0) {
-                if (lane == 0) mbar_arrive(empty + 8 * held);
-                held = -1;
+              if (b == 1 && last >= 0) {
+                if (lane == 0) mbar_arrive(empty + 8 * last);
+                last = -1;
               }
               expand_signs<T>(A[b & 1], signs + (b & 2) * 64 + (b & 1) * 8);
               pin(e[j]);
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(Mixed<GW, GROUPS>::THREADS, 1) mixed_kernel(co
         wgmma_wait<0>();
         __syncwarp();
         if (lane == 0) {
-          if (held >= 0) mbar_arrive(empty + 8 * held);
+          if (last >= 0) mbar_arrive(empty + 8 * last);
           mbar_arrive(sempty + 8 * ch.at);  // every slot has a group: this was the last
 #pragma unroll
           for (int b = 0; b < 4; b++) mbar_arrive(pempty + 8 * (x0 + b >= S::PIECES ? x0 + b - S::PIECES : x0 + b));
@@ -258,4 +258,12 @@ extern "C" cudaError_t k_mixed(const k_mixed_args* a, int width, cudaStream_t s)
       a->group_count * width > K_MIXED_COLUMNS)
     return cudaErrorInvalidValue;
   return a->fp16 ? launch_width<__half>(*a, width, s) : launch_width<__nv_bfloat16>(*a, width, s);
+}
+
+extern "C" double k_mixed_cost(int n, int k, int groups, int width, int variants, int sm_count) {
+  if (k % 256) return 1e300;
+  // Cycles of a unit's products on the tensor cores: RS wgmma of up to 16 columns 13, SS of N columns N / 2 and 24 at least.
+  const int columns = groups * width <= 32 ? 32 : groups * width <= 64 ? 64 : 128;
+  const double products = (16.0 * groups * 2 * 13 + 16.0 * 2 * (columns < 48 ? 24 : columns / 2)) / 1.8e3 * 1.15, bytes = (W_BYTES * 4 + SIGN_BYTES * variants) / 33e3;
+  return (double)((n + 127) / 128) * (k / 256) / sm_count * (bytes > products ? bytes : products) + 6;
 }

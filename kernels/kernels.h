@@ -135,6 +135,8 @@ typedef struct k_mixed_args { /* bitdelta_mixed.cu: rows of several variants, th
 } k_mixed_args;
 /* width: 8 or 16; group_count * width <= K_MIXED_COLUMNS, 1 <= variants <= 16; k % 256 == 0, n % 8 == 0. */
 cudaError_t k_mixed(const k_mixed_args *args, int width, cudaStream_t stream);
+/* As k_gemm_cost; an estimate from instruction rates, not measured. */
+double k_mixed_cost(int n, int k, int groups, int width, int variants, int sm_count);
 
 /* Sign chunks: [ceil(n / 128)][ceil(k / 256)] of 4096 bytes, see repack.cu. */
 uint64_t k_sign_bytes(uint32_t n, uint32_t k);

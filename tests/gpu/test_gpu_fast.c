@@ -78,10 +78,11 @@ static splitting splitting_make(int sms) {
 
 /* They must be left as they were found. */
 static void splitting_free(splitting *s) {
-    uint8_t *left = malloc(s->work.bytes), ticket[4];
-    buffer_get(&s->work, left);
+    const size_t zeros = k_decode_workspace_zeros(s->sms);
+    uint8_t *left = malloc(zeros), ticket[4];
+    CUDA_OK(cudaMemcpy(left, s->work.data, zeros, cudaMemcpyDeviceToHost));
     buffer_get(&s->ticket, ticket);
-    for (size_t i = 0; i < k_decode_workspace_zeros(s->sms); i++)
+    for (size_t i = 0; i < zeros; i++)
         if (left[i]) fail_msg("workspace byte %zu is not zero", i);
     if (ticket[0] | ticket[1] | ticket[2] | ticket[3]) fail_msg("the ticket is not zero");
     free(left);
@@ -225,12 +226,14 @@ static bool run_decode(const problem *p, enum how how, int first, int rows, bool
     return run_decode_on(p, how, sm_count(), first, rows, pdl, y);
 }
 
-static void check(const problem *p, const float *y, double bound, const char *what) {
-    size_t count = (size_t)p->c.rows * (size_t)p->c.n;
-    double *want = malloc(count * 8);
+static double *reference_of(const problem *p) {
+    double *want = malloc((size_t)p->c.rows * (size_t)p->c.n * 8);
     reference(p, want);
-    CHECK_L2(y, want, count, bound, "%s: rows %d n %d k %d variants %d", what, p->c.rows, p->c.n, p->c.k, p->c.variants);
-    free(want);
+    return want;
+}
+
+static void check(const problem *p, const float *y, const double *want, double bound, const char *what) {
+    CHECK_L2(y, want, (size_t)p->c.rows * (size_t)p->c.n, bound, "%s: rows %d n %d k %d variants %d", what, p->c.rows, p->c.n, p->c.k, p->c.variants);
 }
 
 static void test_gemm(void **state) {
@@ -252,7 +255,9 @@ static void test_gemm(void **state) {
         size_t bytes = (size_t)p.c.rows * (size_t)p.c.n * 4;
         float *y = malloc(bytes), *again = malloc(bytes);
         run_gemm(&p, cases[i / 2].tok, cases[i / 2].split, cases[i / 2].sms, y);
-        check(&p, y, p.fp16 ? 4.2e-4 : 3.2e-3, "prefill");
+        double *want = reference_of(&p);
+        check(&p, y, want, p.fp16 ? 4.2e-4 : 3.2e-3, "prefill");
+        free(want);
         run_gemm(&p, cases[i / 2].tok, cases[i / 2].split, cases[i / 2].sms, again);
         assert_memory_equal(y, again, bytes);
         free(y);
@@ -304,15 +309,17 @@ static void test_decode(void **state) {
         problem p = problem_make_element(cases[i / 2], i % 2);
         size_t bytes = (size_t)p.c.rows * (size_t)p.c.n * 4;
         float *y = malloc(bytes), *plain = malloc(bytes);
+        double *want = reference_of(&p);
         for (int pdl = 0; pdl < 2; pdl++) {
             const int sms = pdl ? sm_count() : 1 + (int)(test_next() % 5);
             for (int how = PLAIN; how < HOWS; how++) {
                 if (!run_decode_on(&p, (enum how)how, sms, 0, p.c.rows, pdl, y)) continue;
-                check(&p, y, decode_bound(&p), how_names[how]);
+                check(&p, y, want, decode_bound(&p), how_names[how]);
                 if (how == PLAIN) memcpy(plain, y, bytes);
                 if (how == LEAN && memcmp(plain, y, bytes) != 0) fail_msg("rows %d n %d k %d: lean decode differs from decode", p.c.rows, p.c.n, p.c.k);
             }
         }
+        free(want);
         free(y);
         free(plain);
         problem_free(&p);
@@ -329,7 +336,9 @@ static void test_decode_delta_alone(void **state) {
         memset(p.bias, 0, 392 * 4);
         float *y = malloc((size_t)rows * 392 * 4), *mirrored = malloc((size_t)rows * 392 * 4);
         if (run_decode(&p, how, 0, rows, true, y)) {
-            check(&p, y, decode_bound(&p), "delta alone");
+            double *want = reference_of(&p);
+            check(&p, y, want, decode_bound(&p), "delta alone");
+            free(want);
             for (int v = 0; v < p.c.variants; v++) problem_mirror(&p, v);
             run_decode(&p, how, 0, rows, true, mirrored);
             for (int j = 0; j < rows * 392; j++)

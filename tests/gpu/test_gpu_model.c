@@ -165,9 +165,18 @@ static void test_a_sticky_fault_is_an_answer(void **state) {
     gpu_model_close(m); /* must not hang either */
 }
 
+/* The same with the kernels that are not chosen among yet, where they are the cheapest. */
+static void test_every_choice(void **state) {
+    const cuda_choices kept = cuda_fast_choices;
+    cuda_fast_choices = (cuda_choices){true, true, true};
+    test_recorded_steps(state);
+    test_precision(state);
+    cuda_fast_choices = kept;
+}
+
 int main(int argc, char **argv) {
     gpu_test_begin(argc, argv);
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_recorded_steps), cmocka_unit_test(test_precision), cmocka_unit_test(test_fp16_refuses_what_it_cannot_hold),
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_recorded_steps), cmocka_unit_test(test_precision), cmocka_unit_test(test_every_choice), cmocka_unit_test(test_fp16_refuses_what_it_cannot_hold),
                                        cmocka_unit_test(test_out_of_memory_at_open), cmocka_unit_test(test_a_sticky_fault_is_an_answer)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

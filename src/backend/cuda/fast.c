@@ -9,6 +9,8 @@
 
 static const uint32_t tile_tokens[CUDA_TILES] = {256, 128, 64};
 
+cuda_choices cuda_fast_choices = {.lean = false, .mixed = false, .even = false};
+
 static void group_shape(const bd_cuda *cuda, bd_group group, cuda_group *out) {
     static const bd_linear firsts[CUDA_GROUPS] = {BD_LINEAR_Q, BD_LINEAR_O, BD_LINEAR_GATE,
                                                   BD_LINEAR_DOWN};
@@ -26,7 +28,7 @@ static void group_shape(const bd_cuda *cuda, bd_group group, cuda_group *out) {
 }
 
 static bool group_maps(bd_cuda *cuda, bd_group group) {
-    static const uint32_t box_rows[X_BOX_COUNT] = {128, 64, 32};
+    static const uint32_t box_rows[X_BOX_COUNT] = {128, 64, 32, 8};
     cuda_group *g = &cuda->fast.groups[group];
     const uint32_t rows = cuda->options.rows_max;
     g->x_data = group == BD_GROUP_O      ? cuda->attn
@@ -149,6 +151,67 @@ static bool slots_fill(bd_cuda *cuda, const bd_step *step, cuda_fast_step *d) {
     return true;
 }
 
+/* Groups of at most `width` rows of one variant, in launches; false: too many launches. */
+static bool mixed_split(const bd_step *step, uint32_t width, k_gemm_tile *groups, int32_t *columns,
+                        cuda_fast_step *d) {
+    uint32_t count = 0, slots = 0;
+    cuda_mixed *launch = NULL;
+    memset(d->mixed, 0, sizeof d->mixed);
+    d->mixed_count = 0;
+    d->mixed_width = width;
+    for (uint32_t s = 0; s < step->segment_count; s++) {
+        const int32_t overlay = step->segments[s].overlay;
+        const uint32_t end = step->segments[s].first_row + step->segments[s].row_count;
+        bool fresh = overlay >= 0;
+        for (uint32_t row = step->segments[s].first_row; row < end; row += width) {
+            if (!launch || (launch->groups + 1) * width > K_MIXED_COLUMNS ||
+                (fresh && launch->slots == 16)) {
+                if (d->mixed_count == CUDA_MIXED_MAX) return false;
+                launch = &d->mixed[d->mixed_count++];
+                launch->first_group = count;
+                launch->first_slot = slots;
+                fresh = overlay >= 0;
+            }
+            if (fresh) columns[slots++] = overlay, launch->slots++, fresh = false;
+            launch->groups++;
+            groups[count++] =
+                (k_gemm_tile){(int32_t)row, (int32_t)(row + width < end ? row + width : end),
+                              overlay < 0 ? -1 : (int32_t)launch->slots - 1, 0};
+        }
+    }
+    for (uint32_t i = 0; i < d->mixed_count; i++)
+        if (!d->mixed[i].slots) return false; /* the base alone: not this kernel's */
+    return true;
+}
+
+static double mixed_cost(const cuda_fast *fast, uint32_t n, uint32_t k, const cuda_fast_step *d) {
+    double cost = 0;
+    for (uint32_t i = 0; i < d->mixed_count; i++)
+        cost += k_mixed_cost((int)n, (int)k, (int)d->mixed[i].groups, (int)d->mixed_width,
+                             (int)d->mixed[i].slots, fast->sm_count);
+    return cost;
+}
+
+static bool mixed_fill(bd_cuda *cuda, const bd_step *step, cuda_fast_step *d) {
+    k_gemm_tile *groups =
+        cuda_upload_reserve(cuda, step->row_count, sizeof *groups, (const void **)&d->groups);
+    int32_t *columns = cuda_upload_reserve(cuda, step->row_count, sizeof *columns,
+                                           (const void **)&d->mixed_columns);
+    if (!groups || !columns) return false;
+    double least = 1e300;
+    uint32_t best = 0;
+    for (uint32_t width = 8; width <= 16; width *= 2) {
+        if (!mixed_split(step, width, groups, columns, d)) continue;
+        const double cost = mixed_cost(&cuda->fast, 4096, 4096, d); /* the order is every shape's */
+        if (cost < least) least = cost, best = width;
+    }
+    if (best)
+        mixed_split(step, best, groups, columns, d);
+    else
+        memset(d->mixed, 0, sizeof d->mixed), d->mixed_count = d->mixed_width = 0;
+    return true;
+}
+
 bool cuda_fast_step_fill(bd_cuda *cuda, const bd_step *step) {
     cuda_fast_step *d = &cuda->fast_step;
     memset(d, 0, sizeof *d); /* with its padding: recorded steps are found by its bytes */
@@ -157,6 +220,9 @@ bool cuda_fast_step_fill(bd_cuda *cuda, const bd_step *step) {
     for (uint32_t s = 0; s < step->segment_count; s++)
         d->any_delta |= step->segments[s].overlay >= 0;
     if (step->row_count <= CUDA_DECODE_ROWS_MAX && !slots_fill(cuda, step, d)) return false;
+    if (cuda_fast_choices.mixed && d->any_delta && step->row_count > CUDA_DECODE_ONLY_ROWS &&
+        step->row_count <= CUDA_DECODE_ROWS_MAX && !mixed_fill(cuda, step, d))
+        return false;
     return step->row_count <= CUDA_DECODE_ONLY_ROWS || tiles_fill(cuda, step, d);
 }
 
@@ -195,7 +261,35 @@ static bd_status decode(bd_cuda *cuda, uint32_t layer, bd_group group, const cud
                                 .sm_count = fast->sm_count,
                                 .fp16 = cuda->fp16,
                                 .pdl = 1};
-    return cuda_check(cuda, k_decode(&args, cuda->stream), "decode", err);
+    const bool lean = cuda_fast_choices.lean && chunk->rows <= K_LEAN_ROWS;
+    return cuda_check(cuda, (lean ? k_decode_lean : k_decode)(&args, cuda->stream), "decode", err);
+}
+
+static bd_status mixed(bd_cuda *cuda, uint32_t layer, bd_group group, const cuda_mixed *launch,
+                       bd_error *err) {
+    cuda_fast *fast = &cuda->fast;
+    const cuda_group *g = &fast->groups[group];
+    const cuda_fast_step *d = &cuda->fast_step;
+    const k_mixed_args args = {.w = fast->w[layer][group],
+                               .x = g->x[X_BOX_8],
+                               .w_data = cuda->linears[layer][g->first],
+                               .overlays = cuda->step.linears +
+                                           (size_t)(layer * BD_LINEAR_COUNT + g->first) *
+                                               cuda->step.overlay_count,
+                               .columns = d->mixed_columns + launch->first_slot,
+                               .groups = d->groups + launch->first_group,
+                               .bias = cuda_group_bias(cuda, layer, group),
+                               .y = g->y_data,
+                               .workspace = fast->workspace,
+                               .ticket = &fast->tickets[fast->next_ticket++ % CUDA_TICKETS],
+                               .n = (int32_t)g->n,
+                               .k = (int32_t)g->k,
+                               .group_count = (int32_t)launch->groups,
+                               .variants = (int32_t)launch->slots,
+                               .sm_count = fast->sm_count,
+                               .fp16 = cuda->fp16,
+                               .pdl = 1};
+    return cuda_check(cuda, k_mixed(&args, (int)d->mixed_width, cuda->stream), "mixed rows", err);
 }
 
 typedef struct gemm_choice {
@@ -208,7 +302,8 @@ static gemm_choice choose_tile(const cuda_fast *fast, const cuda_group *g,
                                const cuda_fast_step *d) {
     gemm_choice best = {.cost = 1e300};
     for (uint32_t t = 0; t < CUDA_TILES; t++)
-        for (int split = 1; split <= (t == 0 ? 4 : 2); split *= 2) {
+        for (int split = !cuda_fast_choices.even; split <= (t == 0 ? 4 : 2);
+             split += split ? split : 1) {
             const double cost = k_gemm_cost((int)g->n, (int)g->k, (int)tile_tokens[t], split,
                                             (int)d->tile_count[t], fast->sm_count);
             if (cost < best.cost * 0.999) best = (gemm_choice){t, split, cost};
@@ -227,10 +322,10 @@ static double chunks_cost(const cuda_fast *fast, const cuda_group *g, const cuda
 static bd_status prefill(bd_cuda *cuda, uint32_t layer, bd_group group, gemm_choice choice,
                          bd_error *err) {
     static const int boxes[CUDA_TILES] = {X_BOX_128, X_BOX_64, X_BOX_32};
-    const cuda_fast *fast = &cuda->fast;
+    cuda_fast *fast = &cuda->fast;
     const cuda_group *g = &fast->groups[group];
     const cuda_fast_step *d = &cuda->fast_step;
-    const uint32_t t = choice.tile;
+    const uint32_t t = choice.tile, ticket = choice.split ? 0 : fast->next_ticket++ % CUDA_TICKETS;
     const k_gemm_args args = {.w = fast->w[layer][group],
                               .x = g->x[boxes[t]],
                               .y = g->y,
@@ -247,7 +342,9 @@ static bd_status prefill(bd_cuda *cuda, uint32_t layer, bd_group group, gemm_cho
                               .fp16 = cuda->fp16,
                               .group = 8,
                               .sm_count = fast->sm_count,
-                              .pdl = 1};
+                              .pdl = 1,
+                              .workspace = fast->workspace,
+                              .ticket = &fast->tickets[ticket]};
     return cuda_check(cuda,
                       k_gemm(&args, (int)tile_tokens[t], choice.split, d->any_delta, cuda->stream),
                       "prefill", err);
@@ -256,12 +353,18 @@ static bd_status prefill(bd_cuda *cuda, uint32_t layer, bd_group group, gemm_cho
 bd_status cuda_fast_linear(bd_cuda *cuda, uint32_t layer, bd_group group, bd_error *err) {
     const cuda_fast_step *d = &cuda->fast_step;
     const cuda_group *g = &cuda->fast.groups[group];
+    bd_status s = BD_OK;
     if (d->tiles[0]) {
         const gemm_choice choice = choose_tile(&cuda->fast, g, d);
-        if (d->chunk_count == 0 || choice.cost <= chunks_cost(&cuda->fast, g, d))
-            return prefill(cuda, layer, group, choice, err);
+        const double chunked = d->chunk_count ? chunks_cost(&cuda->fast, g, d) : 1e300;
+        const double least = choice.cost <= chunked ? choice.cost : chunked;
+        if (d->mixed_count && mixed_cost(&cuda->fast, g->n, g->k, d) < least) {
+            for (uint32_t i = 0; s == BD_OK && i < d->mixed_count; i++)
+                s = mixed(cuda, layer, group, &d->mixed[i], err);
+            return s;
+        }
+        if (choice.cost <= chunked) return prefill(cuda, layer, group, choice, err);
     }
-    bd_status s = BD_OK;
     for (uint32_t c = 0; s == BD_OK && c < d->chunk_count; c++)
         s = decode(cuda, layer, group, &d->chunks[c], err);
     return s;

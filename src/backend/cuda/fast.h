@@ -18,11 +18,22 @@ struct bd_cuda;
 #define CUDA_DECODE_ONLY_ROWS 16u
 #define CUDA_DECODE_ROWS_MAX  256u
 #define CUDA_CHUNKS_MAX       17u
+#define CUDA_MIXED_MAX        16u
 #define CUDA_GROUPS           4u /* bd_group */
 #define CUDA_TICKETS          64u
 #define CUDA_TILES            3u /* of 256, 128, 64 tokens */
 
-enum { X_BOX_128, X_BOX_64, X_BOX_32, X_BOX_COUNT }; /* rows of a box of x */
+enum { X_BOX_128, X_BOX_64, X_BOX_32, X_BOX_8, X_BOX_COUNT }; /* rows of a box of x */
+
+/* Kernels that are chosen among beside those that always are. One is switched on where it is
+ * defined when it has been measured to be faster; tests and benchmarks set them before a backend
+ * opens. */
+typedef struct cuda_choices {
+    bool lean;  /* decode of few rows: the lean launch */
+    bool mixed; /* rows of several variants, the base product once */
+    bool even;  /* prefill whose units are dealt evenly */
+} cuda_choices;
+extern cuda_choices cuda_fast_choices;
 
 typedef struct cuda_group {
     bool fast;
@@ -49,6 +60,10 @@ typedef struct cuda_chunk { /* rows for one launch of the decode kernel, and the
     uint32_t first_row, rows, first_slot, slots;
 } cuda_chunk;
 
+typedef struct cuda_mixed { /* groups for one launch of the mixed kernel, and their slots */
+    uint32_t first_group, groups, first_slot, slots;
+} cuda_mixed;
+
 /* Device pointers of the step's lists, in the upload. */
 typedef struct cuda_fast_step {
     bool usable, any_delta;               /* at most one plane, fused planes adjacent */
@@ -56,7 +71,11 @@ typedef struct cuda_fast_step {
     uint32_t tile_count[CUDA_TILES];
     const int32_t *columns, *slot; /* overlay column of each slot, slot of each row in its chunk */
     cuda_chunk chunks[CUDA_CHUNKS_MAX];
-    uint32_t chunk_count; /* 0: too many rows */
+    uint32_t chunk_count;         /* 0: too many rows */
+    const k_gemm_tile *groups;    /* of the mixed kernel, mixed_width rows at most */
+    const int32_t *mixed_columns; /* overlay column of each slot */
+    cuda_mixed mixed[CUDA_MIXED_MAX];
+    uint32_t mixed_count, mixed_width; /* 0: not for this step */
 } cuda_fast_step;
 
 /* After the arenas are carved. Never fails: what cannot be fast is left to the plain kernels. */
