@@ -404,9 +404,9 @@ def test_a_text_counts_as_its_tokens(launch, home):
     (home / "text.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     server = launch("--tenants", str(path), "--max-seqs", "1", "--chat-template", str(home / "text.jinja"))
     plug = Long(server, "beta")
-    talk = {"messages": [{"role": "user", "content": " sea" * 100}]}
+    talk = {"messages": [{"role": "user", "content": " sea" * 100 + " " * 300}]}
     for body, new in (({"prompt": " the" * 100, "max_tokens": 10}, 10), ({"prompt": "\U0001F600" * 50, "max_tokens": 3, "n": 2}, 6),
-                      ({"prompt": "a" * 400, "max_tokens": 0}, 0), (talk, 512), (talk | {"max_tokens": 7}, 7), (talk | {"max_completion_tokens": 600}, 600)):
+                      ({"prompt": "a" * 400, "max_tokens": 0}, 0), ({"prompt": " " * 400, "max_tokens": 5}, 5), (talk, 512), (talk | {"max_tokens": 7}, 7), (talk | {"max_completion_tokens": 600}, 600)):
         asked = {k: v for k, v in body.items() if k in ("prompt", "messages")}
         count = requests.post(server.url + "/tokenize", json=asked, headers=bearer("alpha"), timeout=20).json()["count"]
         before = usage(server, "alpha")["tokens_left"]
