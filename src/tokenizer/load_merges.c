@@ -136,13 +136,12 @@ static bool drops_characters(const bd_bpe *bpe) {
     return bpe->unk_id < 0 && !knows_all_bytes(bpe);
 }
 
-/* The contents as in the file are never shorter than what they stand for; an unknown character is
- * one token of up to four bytes. */
+/* An unknown character is one token of up to four bytes. */
 static uint32_t token_bytes_max(const bd_tokenizer *t) {
     if (!knows_all_bytes(&t->bpe) && (t->bpe.unk_id < 0 || t->bpe.fuse_unk)) return 0;
     size_t longest = 4, bytes;
     for (uint32_t id = 0; id < t->id_count; id++) {
-        (void)bd_strtab_get(&t->content, id, &bytes);
+        (void)bd_strtab_get(t->bpe.byte_level ? &t->bytes : &t->content, id, &bytes);
         if (t->flags[id] & BD_TOKEN_MODEL && bytes > longest) longest = bytes;
     }
     return (uint32_t)longest;
