@@ -18,6 +18,7 @@ struct bd_mailbox {
     _Atomic uint32_t signal;    /* futex word */
     size_t count_max;           /* 0: no bound */
     int event_fd;               /* -1: none */
+    int64_t owed;               /* the owner's: signals seen, less those read from event_fd */
 };
 
 bd_status bd_mailbox_create(bd_mailbox **out, size_t count_max, bool with_eventfd, bd_error *err) {
@@ -58,7 +59,7 @@ static void raise_signal(bd_mailbox *box) {
     }
 }
 
-bd_status bd_mailbox_post(bd_mailbox *box, bd_message *message) {
+bd_status bd_mailbox_post_quietly(bd_mailbox *box, bd_message *message) {
     size_t before = atomic_fetch_add(&box->count, 1);
     if (box->count_max > 0 && before >= box->count_max) {
         atomic_fetch_sub(&box->count, 1);
@@ -68,21 +69,36 @@ bd_status bd_mailbox_post(bd_mailbox *box, bd_message *message) {
     do {
         message->next = head;
     } while (!atomic_compare_exchange_weak(&box->head, &head, message));
-    raise_signal(box);
     return BD_OK;
+}
+
+bd_status bd_mailbox_post(bd_mailbox *box, bd_message *message) {
+    bd_status status = bd_mailbox_post_quietly(box, message);
+    if (status == BD_OK) raise_signal(box);
+    return status;
+}
+
+/* Each time the signal is raised, one is written to the descriptor, perhaps a moment later. The
+ * owner reads only what it knows to be there or on its way: most turns have nothing to read. */
+static void clear_signal(bd_mailbox *box) {
+    if (atomic_exchange(&box->signal, SIGNAL_CLEAR) == SIGNAL_RAISED) box->owed++;
+}
+
+static void read_event(bd_mailbox *box) {
+    uint64_t value;
+    ssize_t got;
+    do {
+        got = read(box->event_fd, &value, sizeof value);
+    } while (got < 0 && errno == EINTR);
+    if (got == (ssize_t)sizeof value) box->owed -= (int64_t)value;
 }
 
 bd_message *bd_mailbox_take(bd_mailbox *box) {
     /* The signal is cleared before the list is read: a post that still saw it raised had already
      * pushed its message, and a later one raises it anew. */
-    if (box->event_fd >= 0) {
-        uint64_t value;
-        ssize_t got;
-        do {
-            got = read(box->event_fd, &value, sizeof value);
-        } while (got < 0 && errno == EINTR);
-    }
-    atomic_store(&box->signal, SIGNAL_CLEAR);
+    if (box->event_fd >= 0 && (box->owed > 0 || atomic_load(&box->signal) == SIGNAL_RAISED))
+        read_event(box);
+    clear_signal(box);
     bd_message *newest = atomic_exchange(&box->head, NULL);
     bd_message *ordered = NULL;
     size_t count = 0;
@@ -108,7 +124,7 @@ void bd_mailbox_wait(bd_mailbox *box, uint64_t timeout_us) {
         bd_futex_wait(&box->signal, SIGNAL_SLEEPING, timeout_us < forever_us ? &limit : NULL);
     }
     /* A wake() is used up here; what was posted stays visible in the list. */
-    atomic_store(&box->signal, SIGNAL_CLEAR);
+    clear_signal(box);
 }
 
 void bd_mailbox_wake(bd_mailbox *box) {

@@ -9,6 +9,8 @@
 
 #include "utf8.h"
 
+enum { CAP_BYTES_MIN = 256 };
+
 void bd_strbuf_init(bd_strbuf *buf, size_t max_bytes) {
     *buf = (bd_strbuf){.max_bytes = max_bytes};
 }
@@ -31,7 +33,7 @@ static bool reserve(bd_strbuf *buf, size_t more) {
     size_t need = buf->len_bytes + more;
     if (buf->max_bytes > 0 && need > buf->max_bytes) goto fail;
     if (need < buf->cap_bytes) return true;
-    size_t cap = buf->cap_bytes < 64 ? 64 : buf->cap_bytes * 2;
+    size_t cap = buf->cap_bytes < CAP_BYTES_MIN ? CAP_BYTES_MIN : buf->cap_bytes * 2;
     if (cap < need + 1) cap = need + 1;
     if (buf->max_bytes > 0 && cap > buf->max_bytes + 1) cap = buf->max_bytes + 1;
     char *data = realloc(buf->data, cap);
@@ -57,17 +59,23 @@ void bd_strbuf_puts(bd_strbuf *buf, const char *text) {
 
 void bd_strbuf_printf(bd_strbuf *buf, const char *format, ...) {
     if (buf->failed) return;
+    /* Once is enough where there is room. */
+    size_t room = buf->data ? buf->cap_bytes - buf->len_bytes : 0;
     va_list args;
     va_start(args, format);
-    int length = vsnprintf(NULL, 0, format, args);
+    int length = vsnprintf(room > 0 ? buf->data + buf->len_bytes : NULL, room, format, args);
     va_end(args);
-    if (length < 0 || !reserve(buf, (size_t)length)) {
+    bool fits = length >= 0 && (size_t)length < room;
+    if (!fits && (length < 0 || !reserve(buf, (size_t)length))) {
+        if (room > 0) buf->data[buf->len_bytes] = '\0';
         buf->failed = true;
         return;
     }
-    va_start(args, format);
-    vsnprintf(buf->data + buf->len_bytes, (size_t)length + 1, format, args);
-    va_end(args);
+    if (!fits) {
+        va_start(args, format);
+        vsnprintf(buf->data + buf->len_bytes, (size_t)length + 1, format, args);
+        va_end(args);
+    }
     buf->len_bytes += (size_t)length;
 }
 

@@ -386,6 +386,12 @@ void bd_engine_post(bd_engine *engine, bd_call *call) {
     if (atomic_load(&engine->stopped)) run_late_calls(engine);
 }
 
+void bd_engine_post_quietly(bd_engine *engine, bd_call *call) {
+    bd_status status = bd_mailbox_post_quietly(engine->inbox, &call->message);
+    BD_ASSERT(status == BD_OK);
+    if (atomic_load(&engine->stopped)) run_late_calls(engine);
+}
+
 void bd_engine_wake(bd_engine *engine) {
     bd_mailbox_wake(engine->inbox);
 }

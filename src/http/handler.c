@@ -29,7 +29,7 @@ static enum MHD_Result first_call(bd_shard *shard, struct MHD_Connection *connec
                                   const char *method, const char *version, void **req_cls) {
     const bd_http_options *options = &shard->server->options;
     bd_conn *conn = conn_of(connection);
-    bd_request *request = conn ? bd_request_create(shard) : NULL;
+    bd_request *request = conn ? bd_request_create(shard, conn->path) : NULL;
     if (conn) conn->in_head = false;
     if (!request) return MHD_NO;
     *req_cls = request;
@@ -95,8 +95,8 @@ static void begin_work(bd_request *request) {
     }
     if (request->body_bytes > BD_HTTP_INLINE_BYTES)
         bd_work_post(request);
-    else
-        bd_work_run(request);
+    else if (bd_work_run(request))
+        bd_shard_submitted(request->shard);
 }
 
 /* The answer, if there is one by now; else the connection waits. */
@@ -107,6 +107,7 @@ static enum MHD_Result go_on(bd_request *request) {
     bool cancelled = request->cancelled, ready = request->reply_ready, finished = request->finished;
     bool streams = request->completion && bd_completion_is_stream(request->completion);
     bool has_events = bd_outbox_bytes(&request->outbox) > 0;
+    request->waiting = !cancelled && !ready && !finished && !(streams && has_events);
     pthread_mutex_unlock(&request->lock);
     if (cancelled) return MHD_NO;
     if (ready) return bd_reply_queue(request);

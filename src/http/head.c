@@ -4,6 +4,8 @@
 
 #include "internal.h"
 
+enum { ID_BYTES = 16 };
+
 typedef struct framing {
     unsigned lengths, encodings, hosts;
     bool bad_encoding, bad_name, bad_value;
@@ -81,8 +83,14 @@ void bd_head_request_id(bd_request *request) {
         memcpy(request->id, sent, bytes + 1);
         return;
     }
+    bd_shard *shard = request->shard;
+    if (shard->random_left < ID_BYTES) {
+        bd_openai_random(shard->random, sizeof shard->random);
+        shard->random_left = sizeof shard->random;
+    }
+    shard->random_left -= ID_BYTES;
     memcpy(request->id, "req-", 4);
-    bd_openai_random_hex(request->id + 4, 32);
+    bd_openai_hex(shard->random + shard->random_left, (size_t)ID_BYTES * 2, request->id + 4);
 }
 
 /* `application/json`, `application/<something>+json`; parameters do not matter. */
@@ -119,10 +127,8 @@ static bool check_content(struct MHD_Connection *connection, bd_api_error *err) 
 
 static bool check_path(bd_request *request, bd_api_error *err) {
     bd_conn *conn = request->conn;
-    if (!conn->path_overlong) {
-        memcpy(request->path, conn->path, sizeof request->path);
+    if (!conn->path_overlong)
         request->route = bd_route_find(request->shard->admin, request->path, &request->argument);
-    }
     if (request->route && request->route->runtime &&
         !request->shard->server->options.runtime_loading)
         request->route = NULL;

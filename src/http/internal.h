@@ -48,6 +48,7 @@ typedef enum bd_route_id {
     BD_ROUTE_LOAD_ADAPTER,
     BD_ROUTE_UNLOAD_ADAPTER
 } bd_route_id;
+#define BD_ROUTE_COUNT (BD_ROUTE_UNLOAD_ADAPTER + 1)
 
 typedef struct bd_route {
     bd_route_id id;
@@ -107,7 +108,8 @@ struct bd_conn { /* shard's thread only */
     bd_request *request; /* the one being served, or NULL */
     int fd;
     uint32_t slot, generation;
-    bool watched;
+    bool watched;         /* in the shard's epoll */
+    bool armed;           /* and its event is still to come */
     bool left;            /* the client sends no more; the library may not know yet */
     uint64_t left_us;     /* when; 0: it was us who cut it off, or nobody */
     uint64_t deadline_us; /* 0: none */
@@ -130,6 +132,10 @@ struct bd_shard {
     uint32_t *generations;
     uint32_t slot_count;
     uint64_t sweep_at_us;
+    bd_metric *ok[BD_ROUTE_COUNT]; /* requests answered with 200; NULL: none yet */
+    uint8_t random[256];           /* the last random_left bytes are for ids to come */
+    size_t random_left;
+    uint32_t submitted, unwoken; /* completions of this turn; those bd-sched was not woken for */
     char name[16];
 };
 
@@ -164,24 +170,26 @@ struct bd_request {
     size_t body_seen;
     uint64_t received_us, last_write_us;
     const bd_tenant *tenant; /* held; NULL: everyone, or not known yet */
-    char id[BD_HTTP_REQUEST_ID_MAX + 1];
-    char path[BD_HTTP_PATH_MAX];
     /* The shard's thread, then the worker's. */
     char *body;
     size_t body_bytes, body_cap;
     bd_reply reply;
     /* Guarded by lock. */
     pthread_mutex_t lock;
+    bool waiting; /* nothing was there for the shard: whoever has something posts */
     bool posted, cancelled, finished, reply_ready;
     bd_completion *completion;
     bd_outbox outbox;
+    /* The shard's thread. */
+    char id[BD_HTTP_REQUEST_ID_MAX + 1];
+    char path[]; /* raw, without the query; the route's once it is found */
 };
 
 /* request.c */
-bd_request *bd_request_create(bd_shard *shard);
+bd_request *bd_request_create(bd_shard *shard, const char *path);
 void bd_request_ref(bd_request *request);
 void bd_request_unref(bd_request *request);
-/* Wakes the request up on its shard. Call without the lock. */
+/* Wakes the request up on its shard if it waits there. Call without the lock. */
 void bd_request_post(bd_request *request);
 /* Any thread: its job ends soon, its connection without an answer. */
 void bd_request_cancel(bd_request *request, bd_status reason);
@@ -221,7 +229,8 @@ extern const size_t bd_openapi_bytes;
 /* work.c */
 bd_status bd_workers_start(bd_http_server *server, bd_error *err);
 void bd_workers_stop(bd_http_server *server);
-void bd_work_run(bd_request *request); /* the route's own work, on this thread */
+/* The route's own work, on this thread; true: bd-sched has something to do and was not woken. */
+bool bd_work_run(bd_request *request);
 void bd_work_post(bd_request *request);
 bool bd_health_error(const bd_http_server *server, bool draining_too,
                      bd_api_error *err); /* true: *err says why not */
@@ -261,5 +270,6 @@ void bd_shard_deinit(bd_shard *shard);
 void bd_shard_watch(bd_conn *conn); /* tell when the client leaves */
 void bd_shard_cut(bd_conn *conn);   /* the library closes it soon */
 void bd_shard_park(bd_request *request);
+void bd_shard_submitted(bd_shard *shard); /* bd-sched is woken for it before this turn ends */
 
 #endif

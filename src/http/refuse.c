@@ -34,7 +34,7 @@ static void say_why(const bd_request *request, bd_api_error *err) {
 
 void bd_refuse_first(const bd_shard *shard) {
     bd_conn *conn = refused_conn(shard);
-    bd_request *request = conn ? bd_request_create(conn->shard) : NULL;
+    bd_request *request = conn ? bd_request_create(conn->shard, conn->path) : NULL;
     if (!request) return;
     bd_api_error err = {0};
     conn->in_head = false;

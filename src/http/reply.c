@@ -25,15 +25,22 @@ static void add_cors(const bd_request *request, struct MHD_Response *response, b
     add_header(response, "Access-Control-Max-Age", "600");
 }
 
+/* The usual ones are looked up in the registry once. */
 static void count_reply(const bd_request *request, unsigned status) {
     char code[12];
     bd_metrics *metrics = request->shard->server->options.metrics;
     if (!metrics) return;
-    snprintf(code, sizeof code, "%u", status);
-    const bd_label labels[] = {{"route", request->route ? request->route->label : "unknown"},
-                               {"code", code}};
-    bd_metric_add(
-        bd_metrics_counter(metrics, "bd_http_requests_total", "Requests answered.", labels, 2), 1);
+    const bd_route *route = request->route;
+    bd_metric **kept = route && status == MHD_HTTP_OK ? &request->shard->ok[route->id] : NULL;
+    bd_metric *counter = kept ? *kept : NULL;
+    if (!counter) {
+        snprintf(code, sizeof code, "%u", status);
+        const bd_label labels[] = {{"route", route ? route->label : "unknown"}, {"code", code}};
+        counter =
+            bd_metrics_counter(metrics, "bd_http_requests_total", "Requests answered.", labels, 2);
+        if (kept) *kept = counter;
+    }
+    bd_metric_add(counter, 1);
 }
 
 static bd_metric *limit_metric(const bd_http_server *server, const char *limit) {
@@ -123,6 +130,7 @@ static ssize_t read_stream(void *cls, uint64_t position, char *out, size_t max) 
     pthread_mutex_lock(&request->lock);
     size_t bytes = request->cancelled ? 0 : bd_outbox_pop(&request->outbox, out, max);
     bool cancelled = request->cancelled, finished = request->finished;
+    request->waiting = bytes == 0 && !cancelled && !finished;
     pthread_mutex_unlock(&request->lock);
     request->last_write_us = bd_now_us();
     if (bytes > 0) return (ssize_t)bytes;

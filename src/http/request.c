@@ -5,9 +5,12 @@
 #include "bitdelta/base/clock.h"
 #include "internal.h"
 
-bd_request *bd_request_create(bd_shard *shard) {
-    bd_request *request = calloc(1, sizeof *request);
+bd_request *bd_request_create(bd_shard *shard, const char *path) {
+    size_t path_bytes = strlen(path) + 1;
+    bd_request *request = malloc(sizeof *request + path_bytes);
     if (!request) return NULL;
+    memset(request, 0, sizeof *request);
+    memcpy(request->path, path, path_bytes);
     if (pthread_mutex_init(&request->lock, NULL) != 0) {
         free(request);
         return NULL;
@@ -35,7 +38,7 @@ void bd_request_unref(bd_request *request) {
 
 /* With the lock held: true when the caller must post, and has a reference to give away for it. */
 static bool claim_post(bd_request *request) {
-    if (request->posted) return false;
+    if (!request->waiting || request->posted) return false;
     request->posted = true;
     bd_request_ref(request);
     return true;

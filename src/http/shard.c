@@ -30,6 +30,7 @@ enum {
     EVENTS_MAX = 128,
     LEFT_US_MAX = 5000000, /* to an end that the library was told of */
     CLOSE_SECONDS_MAX = 3,
+    WAKE_EVERY = 32, /* requests of a turn */
     BACKLOG = 1024,
     EXCESS_SECONDS = 2 /* for the head of a request that is refused anyway */
 };
@@ -189,12 +190,14 @@ static void wake(bd_request *request) {
 }
 
 void bd_shard_watch(bd_conn *conn) {
+    if (conn->armed) return;
     struct epoll_event event = {
         .events = EPOLLRDHUP | EPOLLONESHOT,
         .data.u64 = (uint64_t)conn->generation << 32 | conn->slot,
     };
     int operation = conn->watched ? EPOLL_CTL_MOD : EPOLL_CTL_ADD;
-    if (epoll_ctl(conn->shard->epoll_fd, operation, conn->fd, &event) == 0) conn->watched = true;
+    if (epoll_ctl(conn->shard->epoll_fd, operation, conn->fd, &event) == 0)
+        conn->watched = conn->armed = true;
 }
 
 void bd_shard_cut(bd_conn *conn) {
@@ -213,6 +216,7 @@ static void client_left(bd_shard *shard, uint64_t tag) {
     uint32_t slot = (uint32_t)tag, generation = (uint32_t)(tag >> 32);
     bd_conn *conn = slot < shard->slot_count ? shard->slots[slot] : NULL;
     if (!conn || conn->generation != generation) return;
+    conn->armed = false;
     uint64_t now_us = bd_now_us();
     if (conn->left_us == 0) conn->left_us = now_us;
     conn->left = true;
@@ -224,12 +228,24 @@ static void client_left(bd_shard *shard, uint64_t tag) {
     wake(conn->request);
 }
 
+static void wake_sched(bd_shard *shard) {
+    if (shard->unwoken > 0) bd_openai_wake(atomic_load(&shard->server->openai));
+    shard->unwoken = 0;
+}
+
+/* Waking bd-sched costs more than most of what it does for a request: the first of a turn does, one
+ * in so many, and the turn's end. */
+void bd_shard_submitted(bd_shard *shard) {
+    shard->unwoken++;
+    if (shard->submitted++ % WAKE_EVERY == 0) wake_sched(shard);
+}
+
 static void read_mailbox(bd_shard *shard) {
     for (bd_message *message = bd_mailbox_take(shard->mailbox); message;) {
         bd_request *request = (bd_request *)message;
         message = message->next;
         pthread_mutex_lock(&request->lock);
-        request->posted = false;
+        request->posted = request->waiting = false;
         pthread_mutex_unlock(&request->lock);
         wake(request);
         bd_request_unref(request);
@@ -291,6 +307,8 @@ static void turn(bd_shard *shard) {
         sweep(shard, now_us);
     }
     (void)MHD_run(shard->daemon);
+    wake_sched(shard);
+    shard->submitted = 0;
 }
 
 /* Every connection is woken and cut; none is suspended again, or stopping the daemon would abort

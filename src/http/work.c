@@ -40,7 +40,7 @@ static bool start_completion(bd_request *request, bd_openai *openai, bd_api_erro
     pthread_mutex_lock(&request->lock);
     request->completion = completion;
     pthread_mutex_unlock(&request->lock);
-    bd_completion_submit(completion, &bd_request_sink, request);
+    bd_completion_submit_quietly(completion, &bd_request_sink, request);
     pthread_mutex_lock(&request->lock);
     bool cancelled = request->cancelled;
     pthread_mutex_unlock(&request->lock);
@@ -146,7 +146,7 @@ static bool is_deferred(const bd_route *route) {
            route->id == BD_ROUTE_LOAD_ADAPTER || route->id == BD_ROUTE_UNLOAD_ADAPTER;
 }
 
-void bd_work_run(bd_request *request) {
+bool bd_work_run(bd_request *request) {
     bd_openai *openai = atomic_load(&request->shard->server->openai);
     bd_api_error err = {0};
     bool deferred = is_deferred(request->route), ok;
@@ -157,7 +157,7 @@ void bd_work_run(bd_request *request) {
     else
         ok = bd_admin_change(request, &err);
     bd_request_drop_body(request);
-    if (ok && deferred) return;
+    if (ok && deferred) return is_completion(request->route);
     if (ok)
         request->reply.status = MHD_HTTP_OK;
     else
@@ -167,6 +167,7 @@ void bd_work_run(bd_request *request) {
     pthread_mutex_lock(&request->lock);
     request->reply_ready = true;
     pthread_mutex_unlock(&request->lock);
+    return false;
 }
 
 /* ---- bd-work-n ---- */
@@ -183,8 +184,10 @@ static void work_on(bd_request *request) {
     pthread_mutex_lock(&request->lock);
     bool cancelled = request->cancelled;
     pthread_mutex_unlock(&request->lock);
-    if (!cancelled) bd_work_run(request);
-    bd_request_post(request);
+    if (!cancelled && bd_work_run(request))
+        bd_openai_wake(atomic_load(&request->shard->server->openai));
+    else
+        bd_request_post(request);
     bd_request_unref(request);
 }
 

@@ -220,7 +220,9 @@ enum { MARK_BYTES = 42 };
 
 static void make_mark(char mark[MARK_BYTES + 1]) {
     memcpy(mark, "continue-", 9);
-    bd_openai_random_hex(mark + 9, 32);
+    uint8_t random[16];
+    bd_openai_random(random, sizeof random);
+    bd_openai_hex(random, 32, mark + 9);
     memcpy(mark + MARK_BYTES - 1, " ", 2);
 }
 

@@ -51,7 +51,7 @@ struct bd_completion {
     size_t body_bytes;
     bd_completion_request request;
     bd_strbuf rendered;       /* chat: the prompt as text */
-    bd_prompt_state *prompts; /* [request.prompt_count] */
+    bd_prompt_state *prompts; /* [request.prompt_count], in the request's arena as all arrays are */
     bd_choice *choices;       /* [choice_count] */
     uint32_t choice_count, max_new;
     uint32_t width; /* choices made of each prompt: n, or best_of */
@@ -61,19 +61,19 @@ struct bd_completion {
     uint32_t user_stop_count, stop_id_count;
     bd_prompt *job_prompts;
     bd_logit_edit *bias;
-    bd_job job;
     bd_token_names names;
 
     const bd_completion_sink *sink;
     void *sink_ctx;
     char id[48], fingerprint[24];
-    uint64_t created_s, prompt_tokens, generated;
+    uint64_t created_s, prompt_tokens, generated, random_seed;
     bd_strbuf head;         /* {"id":...,"choices":[{"index": of every event */
     bd_strbuf piece, event; /* scratch */
     size_t held_bytes;      /* output kept so far */
     bool any_event, failed;
-    bd_api_error error;        /* when failed */
     _Atomic int cancel_reason; /* a bd_status; BD_OK: not cancelled */
+    bd_job job;                /* ends with its error */
+    bd_api_error error;        /* when failed; both are not cleared at first */
 };
 
 /* admission.c */

@@ -32,9 +32,9 @@ bool bd_body_open(const char *body, size_t bytes, bd_view *root, bd_arena **aren
                            "The body must be a JSON object, not %s.",
                            bd_view_kind_name(bd_view_kind_of(*root)));
     /* Decoded strings and id lists are at most 4 times the text ("[1,1,..." is two bytes for a four
-     * byte id). */
-    size_t max_bytes = bytes > SIZE_MAX / 16 ? SIZE_MAX / 2 : bytes * 8 + ((size_t)1 << 20);
-    *arena = bd_arena_create(4096, max_bytes);
+     * byte id). The rest is for what is kept of a thousand choices. */
+    size_t max_bytes = bytes > SIZE_MAX / 16 ? SIZE_MAX / 2 : bytes * 8 + ((size_t)2 << 20);
+    *arena = bd_arena_create(1024, max_bytes);
     if (!*arena) return bd_out_of_memory(err);
     return true;
 }
@@ -168,10 +168,12 @@ static bool store_field(const bd_field_context *context, const bd_field *field, 
 static uint32_t find_field(const bd_field *fields, uint32_t field_count, bd_view key) {
     char name[KEY_BYTES_MAX];
     size_t bytes = bd_view_string_bytes(key);
-    if (bytes > sizeof name) return field_count;
+    if (bytes == 0 || bytes > sizeof name) return field_count;
     bd_view_string_copy(key, name);
     for (uint32_t i = 0; i < field_count; i++)
-        if (strlen(fields[i].name) == bytes && memcmp(fields[i].name, name, bytes) == 0) return i;
+        if (fields[i].name[0] == name[0] && strlen(fields[i].name) == bytes &&
+            memcmp(fields[i].name, name, bytes) == 0)
+            return i;
     return field_count;
 }
 

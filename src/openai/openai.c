@@ -71,9 +71,7 @@ static void end_hex(struct sha256_ctx *hash, char *out, size_t digits) {
 #else
     sha256_digest(hash, sizeof digest, digest);
 #endif
-    for (size_t i = 0; i < digits; i++)
-        out[i] = "0123456789abcdef"[digest[i / 2] >> (i % 2 ? 0 : 4) & 15];
-    out[digits] = '\0';
+    bd_openai_hex(digest, digits, out);
 }
 
 /* The name is no part: it changes no result. */
@@ -85,14 +83,14 @@ void bd_openai_fingerprint(const bd_openai *openai, const bd_served *served, cha
     end_hex(&hash, out + 3, 16);
 }
 
-void bd_openai_random_hex(char *out, size_t digits) {
-    uint8_t bytes[32] = {0};
-    BD_ASSERT(digits <= 2 * sizeof bytes);
-    if (getrandom(bytes, sizeof bytes, GRND_NONBLOCK) <
-        0) { /* before the pool is filled: still distinct */
-        uint64_t now = bd_now_us();
-        memcpy(bytes, &now, sizeof now);
-    }
+void bd_openai_random(uint8_t *out, size_t bytes) {
+    if (getrandom(out, bytes, GRND_NONBLOCK) == (ssize_t)bytes) return;
+    uint64_t now = bd_now_us(); /* before the pool is filled: still distinct */
+    memset(out, 0, bytes);
+    memcpy(out, &now, bytes < sizeof now ? bytes : sizeof now);
+}
+
+void bd_openai_hex(const uint8_t *bytes, size_t digits, char *out) {
     for (size_t i = 0; i < digits; i++)
         out[i] = "0123456789abcdef"[bytes[i / 2] >> (i % 2 ? 0 : 4) & 15];
     out[digits] = '\0';
@@ -168,18 +166,22 @@ typedef bool (*parse_fn)(const char *body, size_t bytes, uint32_t prompts_max,
 static bd_completion *create(const bd_openai *openai, const bd_tenant *tenant, const char *body,
                              size_t bytes, uint64_t received_us, parse_fn parse,
                              bd_api_error *err) {
-    bd_completion *completion = calloc(1, sizeof *completion);
+    bd_completion *completion = malloc(sizeof *completion);
     if (!completion) {
         bd_out_of_memory(err);
         return NULL;
     }
+    memset(completion, 0, offsetof(bd_completion, job.internal.error));
     completion->openai = openai;
     completion->ask.tenant = tenant;
     completion->body_bytes = bytes;
     completion->created_s = bd_wall_seconds();
     const char *prefix = parse == bd_chat_request_parse ? "chatcmpl-" : "cmpl-";
+    uint8_t random[16 + sizeof completion->random_seed];
+    bd_openai_random(random, sizeof random);
     memcpy(completion->id, prefix, strlen(prefix));
-    bd_openai_random_hex(completion->id + strlen(prefix), 32);
+    bd_openai_hex(random, 32, completion->id + strlen(prefix));
+    memcpy(&completion->random_seed, random + 16, sizeof completion->random_seed);
     bool ok = parse(body, bytes, openai->prompts_max, &completion->request, err) &&
               bd_completion_prepare(completion, received_us, err);
     if (ok) return completion;
@@ -207,11 +209,22 @@ bool bd_completion_failed(const bd_completion *completion) {
     return completion->failed;
 }
 
-void bd_completion_submit(bd_completion *completion, const bd_completion_sink *sink, void *ctx) {
+void bd_completion_submit_quietly(bd_completion *completion, const bd_completion_sink *sink,
+                                  void *ctx) {
     completion->sink = sink;
     completion->sink_ctx = ctx;
     completion->reserved = false; /* the router's from here on */
-    bd_router_submit(completion->openai->router, &completion->job);
+    bd_router_submit_quietly(completion->openai->router, &completion->job);
+}
+
+void bd_openai_wake(const bd_openai *openai) {
+    bd_router_wake(openai->router);
+}
+
+void bd_completion_submit(bd_completion *completion, const bd_completion_sink *sink, void *ctx) {
+    const bd_openai *openai = completion->openai; /* the completion may be gone afterwards */
+    bd_completion_submit_quietly(completion, sink, ctx);
+    bd_openai_wake(openai);
 }
 
 void bd_completion_cancel(bd_completion *completion, bd_status reason) {
@@ -248,9 +261,6 @@ void bd_completion_destroy(bd_completion *completion) {
         bd_strbuf_deinit(&completion->prompts[i].echo);
         free(completion->prompts[i].offsets);
     }
-    free(completion->choices);
-    free(completion->prompts);
-    free(completion->job_prompts);
     free(completion->bias);
     bd_strbuf_deinit(&completion->rendered);
     bd_strbuf_deinit(&completion->head);

@@ -5,7 +5,6 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/random.h>
 
 #include "completion.h"
 
@@ -270,13 +269,11 @@ static float float_between(double value, float low, float high) {
     return value < (double)low ? low : value > (double)high ? high : (float)value;
 }
 
-static bool fill_job(bd_completion *completion, uint64_t received_us, bd_api_error *err) {
+static void fill_job(bd_completion *completion, uint64_t received_us) {
     const bd_completion_request *request = &completion->request;
     bd_job *job = &completion->job;
     bd_sequence_options *params = &job->params;
-    uint64_t seed = (uint64_t)request->seed;
-    if (!request->seed_sent && getrandom(&seed, sizeof seed, 0) != (ssize_t)sizeof seed)
-        return bd_api_fail(err, BD_API_INTERNAL, NULL, "No random seed could be drawn.");
+    uint64_t seed = request->seed_sent ? (uint64_t)request->seed : completion->random_seed;
     params->max_new_tokens = completion->max_new;
     params->min_new_tokens = request->min_tokens < completion->max_new
                                  ? (uint32_t)request->min_tokens
@@ -311,7 +308,6 @@ static bool fill_job(bd_completion *completion, uint64_t received_us, bd_api_err
     job->sink = &bd_completion_job_sink;
     job->sink_ctx = completion;
     job->received_us = received_us;
-    return true;
 }
 
 /* Nobody overtakes others by asking for it: only as far as the tenant may. Who asks for nothing
@@ -337,16 +333,20 @@ bool bd_completion_prepare(bd_completion *completion, uint64_t received_us, bd_a
     completion->width = (uint32_t)(request->best_of > request->n ? request->best_of : request->n);
     completion->choice_count = request->prompt_count * completion->width;
     if (!bd_completion_reserve(completion, err)) return false;
-    completion->prompts = calloc(request->prompt_count, sizeof *completion->prompts);
-    completion->job_prompts = calloc(request->prompt_count, sizeof *completion->job_prompts);
-    completion->choices = calloc(completion->choice_count, sizeof *completion->choices);
+    completion->prompts =
+        bd_arena_alloc(request->arena, request->prompt_count, sizeof *completion->prompts);
+    completion->job_prompts =
+        bd_arena_alloc(request->arena, request->prompt_count, sizeof *completion->job_prompts);
+    completion->choices =
+        bd_arena_alloc(request->arena, completion->choice_count, sizeof *completion->choices);
     if (!completion->prompts || !completion->job_prompts || !completion->choices)
         return bd_out_of_memory(err);
     completion->names = (bd_token_names){completion->served->tokenizer, request->tokens_as_ids};
     if (!prepare_prompts(completion, err) || !bd_completion_correct(completion, err) ||
         !prepare_stop(completion, err) || !prepare_bias(completion, err))
         return false;
-    if (!prepare_choices(completion, err) || !fill_job(completion, received_us, err)) return false;
+    if (!prepare_choices(completion, err)) return false;
+    fill_job(completion, received_us);
     bd_openai_fingerprint(openai, completion->served, completion->fingerprint);
     return bd_completion_write_head(completion) || bd_out_of_memory(err);
 }

@@ -24,11 +24,22 @@ typedef enum bd_finish_kind {
     BD_FINISHED_COUNT
 } bd_finish_kind;
 
+typedef enum bd_result_kind {
+    BD_RESULT_OK,
+    BD_RESULT_CANCELLED,
+    BD_RESULT_VARIANT,
+    BD_RESULT_SHUTDOWN,
+    BD_RESULT_DEVICE,
+    BD_RESULT_ERROR,
+    BD_RESULT_COUNT
+} bd_result_kind;
+
 typedef struct bd_router_series { /* of one served name; made with its first request */
     bool ready;
     bd_metric *first_token, *inter_token, *end_to_end, *queue_time, *prompt_size, *output_size;
     bd_metric *prompt_tokens, *output_tokens;
     bd_metric *finished[BD_FINISHED_COUNT];
+    bd_metric *results[BD_RESULT_COUNT]; /* NULL: there was none yet */
 } bd_router_series;
 
 typedef enum bd_lease_state { BD_LEASE_NONE, BD_LEASE_WAITING, BD_LEASE_HELD } bd_lease_state;

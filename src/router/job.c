@@ -36,11 +36,12 @@ static void call_done(bd_job *job) {
     bd_job_internal *in = &job->internal;
     bd_router *router = in->router;
     bd_status status = in->status;
-    bd_error error = in->error; /* the job may be freed inside done() */
+    bool detail = status != BD_OK && status != BD_CANCELLED;
+    bd_error error; /* the job may be freed inside done() */
+    if (detail) error = in->error;
     free(in->choices);
     in->choices = NULL;
     settle(job); /* a client that has its answer may use its share again at once */
-    bool detail = status != BD_OK && status != BD_CANCELLED;
     job->sink->done(job->sink_ctx, status, detail ? &error : NULL, in->retry_after_s);
     atomic_fetch_sub(&router->jobs, 1);
 }
@@ -191,7 +192,7 @@ static void run_submit(bd_call *call, bd_engine *engine) {
         bd_cache_touch(router->options.cache, queue->served.variant, bd_now_us());
 }
 
-void bd_router_submit(bd_router *router, bd_job *job) {
+void bd_router_submit_quietly(bd_router *router, bd_job *job) {
     bd_job_internal *in = &job->internal;
     uint64_t count = (uint64_t)job->prompt_count * job->choices_per_prompt;
     BD_ASSERT(job->sink && job->sink->done && count <= UINT32_MAX);
@@ -200,7 +201,16 @@ void bd_router_submit(bd_router *router, bd_job *job) {
     in->choices = calloc(count > 0 ? (size_t)count : 1, sizeof *in->choices);
     in->submit_call.run = run_submit;
     atomic_fetch_add(&router->jobs, 1);
-    bd_engine_post(router->options.engine, &in->submit_call);
+    bd_engine_post_quietly(router->options.engine, &in->submit_call);
+}
+
+void bd_router_wake(bd_router *router) {
+    bd_engine_wake(router->options.engine);
+}
+
+void bd_router_submit(bd_router *router, bd_job *job) {
+    bd_router_submit_quietly(router, job);
+    bd_router_wake(router);
 }
 
 static void run_cancel(bd_call *call, bd_engine *engine) {

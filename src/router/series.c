@@ -50,18 +50,18 @@ void bd_series_prepare(bd_router_queue *queue) {
     s->ready = true;
 }
 
-static const char *result_of(const bd_job *job) {
+static bd_result_kind result_of(const bd_job *job) {
     switch (job->internal.status) {
     case BD_OK:
-        return "ok";
+        return BD_RESULT_OK;
     case BD_CANCELLED:
-        return "cancelled";
+        return BD_RESULT_CANCELLED;
     case BD_E_VARIANT:
-        return "variant_unavailable";
+        return BD_RESULT_VARIANT;
     case BD_E_SHUTDOWN:
-        return "shutdown";
+        return BD_RESULT_SHUTDOWN;
     case BD_E_DEVICE:
-        return "device";
+        return BD_RESULT_DEVICE;
     case BD_AGAIN:
     case BD_BUSY:
     case BD_E_ARGUMENT:
@@ -76,17 +76,26 @@ static const char *result_of(const bd_job *job) {
     case BD_E_INTERNAL:
         break;
     }
-    return "error";
+    return BD_RESULT_ERROR;
+}
+
+/* Looked up in the registry once. */
+static bd_metric *result_metric(bd_router_queue *queue, bd_result_kind kind) {
+    static const char *const names[BD_RESULT_COUNT] = {
+        "ok", "cancelled", "variant_unavailable", "shutdown", "device", "error"};
+    bd_metric **result = &queue->series.results[kind];
+    const bd_label labels[2] = {{"variant", queue->served.name}, {"result", names[kind]}};
+    if (!*result)
+        *result = bd_metrics_counter(queue->router->options.metrics, "bitdelta_requests_total",
+                                     "Requests by variant and result.", labels, 2);
+    return *result;
 }
 
 void bd_series_job_over(const bd_job *job, uint64_t now_us) {
-    const bd_router_queue *queue = bd_queue_of(job->served);
+    bd_router_queue *queue = bd_queue_of(job->served);
     const bd_router_series *s = &queue->series;
     if (!s->ready) return;
-    const bd_label labels[2] = {{"variant", queue->served.name}, {"result", result_of(job)}};
-    bd_metric_add(bd_metrics_counter(queue->router->options.metrics, "bitdelta_requests_total",
-                                     "Requests by variant and result.", labels, 2),
-                  1.0);
+    bd_metric_add(result_metric(queue, result_of(job)), 1.0);
     if (job->internal.status != BD_OK) return;
     double prompt_tokens = 0.0; /* each prompt once, however many choices it has */
     for (uint32_t i = 0; i < job->prompt_count; i++)

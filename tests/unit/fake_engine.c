@@ -33,6 +33,7 @@ struct bd_engine {
     pthread_t thread;
     bool paced, started;
     _Atomic bool stopping;
+    _Atomic bool quiet; /* calls came without a wake */
     uint64_t step_us, next_step_us, random;
     bd_sequence *first, **last;
     _Atomic uint32_t count;
@@ -223,8 +224,15 @@ void bd_engine_post(bd_engine *engine, bd_call *call) {
     if (!engine->paced) run_here(engine);
 }
 
+void bd_engine_post_quietly(bd_engine *engine, bd_call *call) {
+    bd_status status = bd_mailbox_post_quietly(engine->inbox, &call->message);
+    BD_ASSERT(status == BD_OK);
+    atomic_store(&engine->quiet, true);
+}
+
 void bd_engine_wake(bd_engine *engine) {
     bd_mailbox_wake(engine->inbox);
+    if (atomic_exchange(&engine->quiet, false) && !engine->paced) run_here(engine);
 }
 
 bool bd_engine_on_thread(const bd_engine *engine) {

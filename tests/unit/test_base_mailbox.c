@@ -151,11 +151,44 @@ static void test_wake(void **state) {
     bd_mailbox_destroy(self.box);
 }
 
+/* Posted quietly, a message is there but tells nobody; one wake() tells of all of them, and the
+ * descriptor is readable no longer than there is something to tell. */
+static void test_quiet(void **state) {
+    (void)state;
+    bd_mailbox *box;
+    bd_message messages[3];
+    assert_int_equal(bd_mailbox_create(&box, 3, true, NULL), BD_OK);
+    struct pollfd entry = {.fd = bd_mailbox_eventfd(box), .events = POLLIN};
+    for (int round = 0; round < 3; round++) {
+        for (int i = 0; i < 3; i++)
+            assert_int_equal(bd_mailbox_post_quietly(box, &messages[i]), BD_OK);
+        bd_message more;
+        assert_int_equal(bd_mailbox_post_quietly(box, &more), BD_BUSY);
+        assert_int_equal(poll(&entry, 1, 0), 0);
+        if (round == 1) bd_mailbox_wait(box, UINT64_MAX); /* sees them without a wake() */
+        if (round > 0) bd_mailbox_wake(box);
+        if (round > 0) bd_mailbox_wake(box);
+        assert_int_equal(poll(&entry, 1, 0), round > 0);
+        const bd_message *first = bd_mailbox_take(box);
+        for (int i = 0; i < 3; i++, first = first->next)
+            assert_ptr_equal(first, &messages[i]);
+        assert_null(first);
+        assert_int_equal(poll(&entry, 1, 0), 0);
+    }
+    /* A wake that wait() used up leaves the descriptor readable until the next take(). */
+    bd_mailbox_wake(box);
+    bd_mailbox_wait(box, UINT64_MAX);
+    bd_mailbox_wake(box);
+    assert_null(bd_mailbox_take(box));
+    assert_int_equal(poll(&entry, 1, 0), 0);
+    bd_mailbox_destroy(box);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_futex),   cmocka_unit_test(test_bounded),
         cmocka_unit_test(test_eventfd), cmocka_unit_test(test_bound),
-        cmocka_unit_test(test_wake),
+        cmocka_unit_test(test_wake),    cmocka_unit_test(test_quiet),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -119,7 +119,11 @@ void bd_router_unreserve(bd_router *router, const bd_ask *ask) {
     reserved_now -= ask->choices;
 }
 
-void bd_router_submit(bd_router *router, bd_job *job) {
+void bd_router_wake(bd_router *router) {
+    (void)router;
+}
+
+void bd_router_submit_quietly(bd_router *router, bd_job *job) {
     (void)router;
     reserved_now -= job->prompt_count * job->choices_per_prompt;
     submitted = job;

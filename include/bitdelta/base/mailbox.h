@@ -21,6 +21,8 @@ BD_MUST_CHECK bd_status bd_mailbox_create(bd_mailbox **out, size_t count_max, bo
 void bd_mailbox_destroy(bd_mailbox *box);
 /* BD_BUSY: full. A message may be posted once at a time. */
 BD_MUST_CHECK bd_status bd_mailbox_post(bd_mailbox *box, bd_message *message);
+/* The same, but the owner is not woken: the poster calls wake() once it has posted all it has. */
+BD_MUST_CHECK bd_status bd_mailbox_post_quietly(bd_mailbox *box, bd_message *message);
 /* Owner thread: whole list in order (linked by next), or NULL. Clears the eventfd. */
 bd_message *bd_mailbox_take(bd_mailbox *box);
 /* Owner thread: sleep until something is posted, wake() is called or timeout_us passed. May return

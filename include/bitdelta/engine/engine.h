@@ -114,7 +114,9 @@ BD_MUST_CHECK bd_status bd_engine_start(bd_engine *engine,
 void bd_engine_stop(bd_engine *engine);
 void bd_engine_destroy(bd_engine *engine); /* stops first if need be; NULL is fine */
 void bd_engine_post(bd_engine *engine,
-                    bd_call *call);     /* any thread; never fails; run() comes exactly once */
+                    bd_call *call); /* any thread; never fails; run() comes exactly once */
+/* The same for several calls at one go: bd-sched is not woken, bd_engine_wake is to follow. */
+void bd_engine_post_quietly(bd_engine *engine, bd_call *call);
 void bd_engine_wake(bd_engine *engine); /* any thread: another turn of the loop */
 bool bd_engine_on_thread(const bd_engine *engine);
 bool bd_engine_lost(const bd_engine *engine); /* any thread: the device is gone */

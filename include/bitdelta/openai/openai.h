@@ -47,8 +47,9 @@ typedef struct bd_lora_request {
 bool bd_openai_lora_request(const char *body, size_t bytes, bool load, bd_lora_request *out,
                             bd_api_error *err);
 
-/* For ids that must not repeat; digits at most 64, then a NUL. */
-void bd_openai_random_hex(char *out, size_t digits);
+/* For ids that must not repeat; at most 256 bytes. */
+void bd_openai_random(uint8_t *out, size_t bytes);
+void bd_openai_hex(const uint8_t *bytes, size_t digits, char *out); /* digits, then a NUL */
 
 /* ---- POST /v1/completions and /v1/chat/completions ---- */
 
@@ -76,6 +77,10 @@ bool bd_completion_is_stream(const bd_completion *completion);
 bool bd_completion_failed(const bd_completion *completion); /* after done() */
 /* Any thread, once; done() is called exactly once afterwards, perhaps before this returns. */
 void bd_completion_submit(bd_completion *completion, const bd_completion_sink *sink, void *ctx);
+/* The same for several at one go: bd-sched is not woken, bd_openai_wake is to follow. */
+void bd_completion_submit_quietly(bd_completion *completion, const bd_completion_sink *sink,
+                                  void *ctx);
+void bd_openai_wake(const bd_openai *openai);
 /* Any thread, any time before destroy. reason BD_CANCELLED: the client left; BD_E_SHUTDOWN: the
  * server ends. done() still comes. */
 void bd_completion_cancel(bd_completion *completion, bd_status reason);

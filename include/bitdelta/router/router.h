@@ -57,7 +57,7 @@ typedef struct bd_prompt {
     uint32_t count;
 } bd_prompt;
 
-/* The router's part of a job; zero before submit. */
+/* The router's part of a job; zero before submit, but for error. */
 typedef struct bd_job_internal {
     bd_call submit_call, cancel_call;
     _Atomic uint32_t cancel_state;
@@ -70,7 +70,7 @@ typedef struct bd_job_internal {
     bd_status status;
     uint32_t retry_after_s;
     uint64_t first_token_us, generated_tokens;
-    bd_error error;
+    bd_error error; /* once failed */
 } bd_job_internal;
 
 /* One request; filled and owned by its creator, untouched between submit and done(). */
@@ -145,6 +145,9 @@ BD_MUST_CHECK bd_status bd_router_reserve(bd_router *router, bd_ask *ask, bd_ref
 void bd_router_unreserve(bd_router *router, const bd_ask *ask);
 /* Any thread. Takes over the reservation; done() is called exactly once, on bd-sched. */
 void bd_router_submit(bd_router *router, bd_job *job);
+/* The same for several jobs at one go: bd-sched is not woken, bd_router_wake is to follow. */
+void bd_router_submit_quietly(bd_router *router, bd_job *job);
+void bd_router_wake(bd_router *router);
 /* Any thread, after submit and before the creator frees the job; done() still comes. */
 void bd_router_cancel(bd_router *router, bd_job *job);
 void bd_router_drain(bd_router *router);      /* any thread: refuse new work from now on */
