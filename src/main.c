@@ -22,7 +22,8 @@ static int exit_of(bd_status status) {
     return status == BD_OK ? EXIT_DONE : status == BD_E_INTERNAL ? EXIT_INTERNAL : EXIT_INPUT;
 }
 
-/* A number of ranks that the model cannot be split over is wrong usage, of every command. */
+/* A number of ranks that the model cannot be split over is wrong usage; serve says so itself, since
+ * there a file may be at fault. */
 static bool wrong_ranks(int code, const bd_error *err) {
     return code == EXIT_INPUT && err->status == BD_E_UNSUPPORTED &&
            strcmp(err->subject, "tensor_parallel") == 0;
@@ -228,7 +229,7 @@ int main(int argc, char **argv) {
         return invocation.wrong_usage ? EXIT_USAGE : exit_of(status);
     }
     int code = run(&invocation, &err);
-    if (wrong_ranks(code, &err)) code = EXIT_USAGE;
+    if (invocation.command != BD_COMMAND_SERVE && wrong_ranks(code, &err)) code = EXIT_USAGE;
     if (code != EXIT_DONE) complain(&err);
     bd_invocation_deinit(&invocation);
     /* Output that could not be written (a full disk, a closed pipe) is not success. */

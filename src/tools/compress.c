@@ -95,12 +95,13 @@ static bd_status check_request(run *r, bd_error *err) {
     if (status == BD_OK)
         status = set_name(r->delta.variant, q->variant_name, q->out_dir, "variant name",
                           "--variant", err);
+    if (status == BD_OK) status = bd_output_check(q->out_dir, q->force, &r->output, err);
     if (status == BD_OK && strcmp(r->delta.base, r->delta.variant) == 0)
         status = bd_fail(err, BD_E_ARGUMENT, "variant name",
                          "the variant would have the base's name, %s, and a server of that base "
                          "refuse it; give another with --variant, or the base one with --base-name",
                          r->delta.base);
-    return status == BD_OK ? bd_output_check(q->out_dir, q->force, &r->output, err) : status;
+    return status;
 }
 
 /* ---- the two models -------------------------------------------------------------------------- */
