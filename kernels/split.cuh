@@ -9,6 +9,7 @@
 // between launches: the owner clears what it has read.
 #pragma once
 #include "sm90.cuh"
+#include "split.h"
 
 namespace {
 
@@ -23,15 +24,6 @@ struct Split {
     return (uint8_t*)(workspace + (size_t)sm_count * (SPLIT_WORDS + 2)) + (size_t)cta * SPLIT_PARTIAL;
   }
 };
-
-// Unit where the range of CTA (or cluster) `at` of `count` begins.
-K_BOTH_SIDES inline int split_begin(int units, int at, unsigned count) { return (int)((long long)units * at / count); }
-// One past the last of those that hold units below `end`, of those after `at`.
-K_BOTH_SIDES inline int split_last(int units, int at, unsigned count, int end) {
-  int last = at + 1;
-  while (last < (int)count && split_begin(units, last, count) < end) last++;
-  return last;
-}
 
 // The range of this CTA (or cluster); by one thread.
 __device__ __forceinline__ int draw_ticket(unsigned* ticket, unsigned count) {
