@@ -19,18 +19,20 @@
 #   comm           2     how fast the ranks' sums of a decode step are beside NCCL's; with one GPU it is skipped
 #
 # Environment: BUILD (default build; a build with BD_CUDA=on and BD_BENCH=on), OUT (default bench/results/gpu-<name>), COMMIT
-# (default git's). A stage writes OUT/<stage>.txt, or .csv with the full figures, and at the end one summary is printed, short enough
-# for a terminal that keeps little. Files name the command, the GPU, the driver and the commit. Exit status 1 if anything failed.
+# (default git's), CHOICES (of lean, mixed, even: the kernels that choices times beside those that are chosen among; default all). A
+# stage writes OUT/<stage>.txt, or .csv with the full figures, and prints a summary when it ends, short enough for
+# a terminal that keeps little. Files name the command, the GPU, the driver and the commit. Exit status 1 if anything failed.
 #
 # On a machine with prebuilt binaries, where a command may take ten minutes:
 #   where it is built:  cmake -G Ninja -S . -B build -DBD_CUDA=on -DBD_BENCH=ON -DCMAKE_CUDA_ARCHITECTURES=90a-real
 #                       ninja -C build && bench/gpu.sh pack build/gpu.tar.xz
-#   1.  bench/gpu.sh unpack gpu.tar.xz && bench/gpu.sh tests sanitizers
-#   2.  bench/gpu.sh choices ncu
+#   1.  bench/gpu.sh unpack gpu.tar.xz && bench/gpu.sh tests choices
+#   2.  bench/gpu.sh sanitizers ncu
 #   3.  bench/gpu.sh model serving
-#   4.  bench/gpu.sh linear goldens attention, for tables to be kept
+#   4.  tests/data/unpack.sh && bench/gpu.sh linear goldens attention, for tables to be kept
 # and with two GPUs or more (tests/gpu/test_gpu_tp.c says what is looked at):
 #   1.  tests/data/unpack.sh && bench/gpu.sh unpack gpu.tar.xz && bench/gpu.sh ranks comm
+# A kernel that is not chosen yet and was faster is switched on by cuda_fast_choices (src/backend/cuda/fast.c).
 set -u
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build}
@@ -95,9 +97,12 @@ short() { local text=$*; text=${text//$build\//}; echo "${text:0:140}"; }
 find_sanitizer() { command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null; }
 
 stage_tests() {
-    local test
+    local test kernels
     for test in "$build"/tests/test_gpu_*; do
-        [[ -x $test && $test != *.* && $test != *_ranks && $test != *_tp ]] && keep tests.txt 150 "$test"
+        [[ -x $test && $test != *.* && $test != *_ranks && $test != *_tp && $test != *_fast ]] && keep tests.txt 150 "$test"
+    done
+    for kernels in gemm,decode lean mixed even; do # each by itself, so that one that hangs hides no other
+        keep tests.txt 60 env BD_GPU_KERNELS=$kernels "$build/tests/test_gpu_fast"
     done
 }
 stage_sanitizers() {
@@ -105,16 +110,18 @@ stage_sanitizers() {
     sanitizer=$(find_sanitizer) || { say "  skipped: compute-sanitizer is not here"; return; }
     export BD_GPU_SMALL=1
     # racecheck knows no copies by the async engine: of the kernels that wait on those, memcheck alone.
-    keep sanitizers.txt 160 "$sanitizer" --tool memcheck --error-exitcode 9 "$build/tests/test_gpu_fast" 1
+    for what in gemm,decode lean mixed even; do
+        BD_GPU_KERNELS=$what keep sanitizers.txt 60 "$sanitizer" --tool memcheck --error-exitcode 9 "$build/tests/test_gpu_fast" 1
+    done
     for what in sampling attention; do
         for tool in memcheck racecheck; do
-            keep sanitizers.txt 70 "$sanitizer" --tool $tool --error-exitcode 9 "$build/tests/test_gpu_$what" 1
+            keep sanitizers.txt 50 "$sanitizer" --tool $tool --error-exitcode 9 "$build/tests/test_gpu_$what" 1
         done
     done
     unset BD_GPU_SMALL
 }
 stage_choices() {
-    BENCH_CHOICES=1 keep choices.csv 345 "$build/bench_gpu_linear" 3 8B 1,8,12,16,24,32,64,128,256,512,1024 1,2,8,14
+    BENCH_CHOICES=${CHOICES:-1} keep choices.csv 300 "$build/bench_gpu_linear" 3 8B 1,8,12,16,24,32,64,128,256,512,1024 1,2,8,14
     while read -r line; do say "    $line"; done < <(grep -a ': base' "$out/choices.log" | cut -c1-200)
 }
 stage_linear() { keep linear.csv 300 "$build/bench_gpu_linear" 5 && layers linear.csv; }
@@ -182,6 +189,7 @@ for stage; do
     say "$stage"
     rm -f "$out/$stage."*
     "stage_$stage"
+    printf '%s\n' "${summary[@]}" | head -c 5500 # at once: a command that is stopped at its limit has said what it knows
+    summary=()
 done
-printf '%s\n' "${summary[@]}" | head -c 11000
 exit $failed

@@ -437,6 +437,13 @@ static void report(const char *model, const char *name, const work *w, float bas
 
 static const char *const matrix_names[4] = {"qkv", "o", "gate_up", "down"};
 
+/* BENCH_CHOICES: 1, or those of lean, mixed, even (the rest is always timed). */
+static bool choice_wanted(const choice *c) {
+    static const char *const names[] = {"decode", "lean", "mixed", "even"};
+    const char *list = getenv("BENCH_CHOICES");
+    return c->now || strcmp(list, "1") == 0 || strstr(list, names[c->kind]);
+}
+
 /* Every choice, `rounds` times; the least median, and whose it is in best. */
 static float choices_measure(work w, const char *model, const char *name, float base, int rounds,
                              char (*best)[32]) {
@@ -444,7 +451,7 @@ static float choices_measure(work w, const char *model, const char *name, float 
     static float us[CHOICES][ROUNDS_MAX];
     const int count = w.m->copies < 8 ? 8 : w.m->copies;
     for (int c = 0; c < CHOICES; c++) /* tiles are the choice's: it is recorded and run by itself */
-        if (choice_set(&w, c)) {
+        if (choice_wanted(&choices[c]) && choice_set(&w, c)) {
             graphs[c] = graph_make(run_bitdelta, &w, count);
             replay_us(graphs[c], count);
             for (int r = 0; r < rounds; r++)
@@ -453,7 +460,7 @@ static float choices_measure(work w, const char *model, const char *name, float 
         }
     float least = 1e30f;
     for (int c = 0; c < CHOICES; c++) {
-        if (!choice_set(&w, c)) continue;
+        if (!choice_wanted(&choices[c]) || !choice_set(&w, c)) continue;
         char text[32];
         const float mid = median(us[c], rounds);
         printf("%s,choice %s,%d,%d,%.1f,%.1f,%.3f,%.1f,%s\n", model, name, w.rows, w.variants,

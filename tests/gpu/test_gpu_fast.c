@@ -1,5 +1,5 @@
 /* test_gpu_fast.c - the sm_90a kernels against float64: prefill with W_eff rebuilt in registers, decode with the exact delta.
- * With BD_GPU_SMALL set, small cases only: for compute-sanitizer. Bounds: decode rounds only y (1.7e-3 of bf16); prefill also rounds W_eff (2.55e-3 expected together). */
+ * With BD_GPU_SMALL set, small cases only: for compute-sanitizer. BD_GPU_KERNELS, of gemm, even, decode, lean, mixed: those only. Bounds: decode rounds only y (1.7e-3 of bf16); prefill also rounds W_eff (2.55e-3 expected together). */
 #include "gpu_problem.h"
 
 static CUtensorMap map_make(const void *data, size_t rows, size_t cols, unsigned box_rows) {
@@ -32,6 +32,11 @@ static void overlays_of(const problem *p, k_overlay_linear *out) {
 
 static bool left_out(linear_case c) {
     return getenv("BD_GPU_SMALL") && (double)c.rows * c.n * c.k > 12e6;
+}
+
+static bool wanted(const char *kernels) {
+    const char *list = getenv("BD_GPU_KERNELS");
+    return !list || strstr(list, kernels);
 }
 
 static int sm_count(void) {
@@ -133,6 +138,7 @@ static void run_gemm(const problem *p, int tok, int parts, int sms, float *y) {
 
 enum how { PLAIN, LEAN, MIXED_8, MIXED_16, HOWS }; /* kernels for few rows */
 static const char *const how_names[HOWS] = {"decode", "lean decode", "mixed 8", "mixed 16"};
+static const char *const how_kernels[HOWS] = {"decode", "lean", "mixed", "mixed"};
 
 typedef struct decode_run {
     enum how how;
@@ -250,7 +256,7 @@ static void test_gemm(void **state) {
         {{29, 8, 4096, 1, 1, 2}, 64, 0, 132},
     };
     for (size_t i = 0; i < 2 * (sizeof cases / sizeof *cases); i++) {
-        if (left_out(cases[i / 2].c)) continue;
+        if (left_out(cases[i / 2].c) || !wanted(cases[i / 2].split ? "gemm" : "even")) continue;
         problem p = problem_make_element(cases[i / 2].c, i % 2);
         size_t bytes = (size_t)p.c.rows * (size_t)p.c.n * 4;
         float *y = malloc(bytes), *again = malloc(bytes);
@@ -278,6 +284,7 @@ static void test_gemm_one_hot(void **state) {
     float *y = malloc(512 * n * 4);
     for (int turn = 0; turn < 6; turn++) {
         const int tok = 64 << turn % 3;
+        if (!wanted(turn < 3 ? "gemm" : "even")) continue;
         run_gemm(&p, tok, turn < 3, tok == 128 ? 2 : sm_count(), y); /* split 0 too: one x is one part of K */
         for (size_t m = 0; m < 512; m++)
             for (size_t i = 0; i < n; i++) {
@@ -314,6 +321,8 @@ static void test_decode(void **state) {
         for (int pdl = 0; pdl < 2; pdl++) {
             const int sms = pdl ? sm_count() : 1 + (int)(test_next() % 5);
             for (int how = PLAIN; how < HOWS; how++) {
+                /* What lean decode is compared with always runs. */
+                if (!wanted(how_kernels[how]) && !(how == PLAIN && wanted("lean"))) continue;
                 if (!run_decode_on(&p, (enum how)how, sms, 0, p.c.rows, pdl, y)) continue;
                 ran[how]++;
                 check(&p, y, want, decode_bound(&p), how_names[how]);
@@ -327,13 +336,14 @@ static void test_decode(void **state) {
         problem_free(&p);
     }
     printf("launches of decode, lean, mixed 8, mixed 16: %d %d %d %d\n", ran[PLAIN], ran[LEAN], ran[MIXED_8], ran[MIXED_16]);
-    for (int how = PLAIN; how < HOWS; how++) assert_true(ran[how] > 0);
+    for (int how = PLAIN; how < HOWS; how++) assert_true(ran[how] > 0 || !wanted(how_kernels[how]));
 }
 
 static void test_decode_delta_alone(void **state) {
     (void)state;
     for (int i = 0; i < 4 * HOWS; i++) {
         const enum how how = (enum how)(i / 4);
+        if (!wanted(how_kernels[how])) continue;
         problem p = problem_make_element((linear_case){i % 4 < 2 ? 11 : 37, 392, 1280, 5, 1, 6}, i % 2);
         const int rows = p.c.rows;
         memset(p.w, 0, (size_t)392 * 1280 * 2);
@@ -379,7 +389,7 @@ static void test_decode_one_hot(void **state) {
     (void)state;
     if (getenv("BD_GPU_SMALL")) skip();
     for (int how = PLAIN; how < HOWS; how++)
-        for (int rows = 8; rows <= 128; rows *= 2)
+        for (int rows = 8; wanted(how_kernels[how]) && rows <= 128; rows *= 2)
             for (int at = 0; at < 512; at += 512 / 4) one_hot((enum how)how, rows, at);
 }
 
@@ -388,6 +398,7 @@ static void test_decode_zero_scale_is_the_base(void **state) {
     (void)state;
     for (int rows = 5; rows <= 60; rows += 11)
         for (int how = PLAIN; how < HOWS; how++) {
+            if (!wanted(how_kernels[how])) continue;
             problem p = problem_make((linear_case){rows, 264, 1024, 4, 1, 6});
             for (int v = 0; v < 4; v++) problem_scale(&p, v, 0);
             float *y = malloc((size_t)rows * 264 * 4), *base = malloc((size_t)rows * 264 * 4);
@@ -408,6 +419,7 @@ static void test_decode_rows_do_not_depend_on_their_batch(void **state) {
     static const linear_case cases[] = {{16, 648, 1024, 14, 1, 16}, {64, 648, 1024, 14, 1, 16}, {27, 2056, 2048, 3, 1, 9}, {61, 648, 1024, 9, 1, 7}};
     for (size_t i = 0; i < HOWS * (sizeof cases / sizeof *cases); i++) {
         const enum how how = (enum how)(i % HOWS);
+        if (!wanted(how_kernels[how])) continue;
         problem p = problem_make(cases[i / HOWS]);
         const int n = p.c.n;
         float *y = malloc((size_t)p.c.rows * (size_t)n * 4), *alone = malloc((size_t)n * 4);
@@ -435,7 +447,7 @@ static void test_two_streams(void **state) {
     float *alone = malloc(bytes), *y = malloc(bytes);
     for (int how = PLAIN; how < HOWS; how++) {
         decode_run runs[2];
-        if (!run_decode(&p, (enum how)how, 0, 16, true, alone)) continue;
+        if (!wanted(how_kernels[how]) || !run_decode(&p, (enum how)how, 0, 16, true, alone)) continue;
         for (int s = 0; s < 2; s++) decode_prepare(&p, (enum how)how, sm_count(), 0, 16, false, &runs[s]);
         for (int i = 0; i < repeats; i++)
             for (int s = 0; s < 2; s++) decode_launch(&runs[s], streams[s]);
@@ -444,15 +456,17 @@ static void test_two_streams(void **state) {
             if (memcmp(y, alone, bytes) != 0) fail_msg("%s: beside another launch the outputs differ", how_names[how]);
         }
     }
-    gemm_run gemms[2] = {gemm_prepare(&p, 64, 0, sm_count()), gemm_prepare(&p, 64, 0, sm_count())};
-    run_gemm(&p, 64, 0, sm_count(), alone);
-    for (int i = 0; i < repeats; i++)
-        for (int s = 0; s < 2; s++) CUDA_OK(k_gemm(&gemms[s].args, 64, 0, gemms[s].delta, streams[s]));
-    for (int s = 0; s < 2; s++) {
-        gemm_finish(&gemms[s], y);
-        assert_memory_equal(y, alone, bytes);
-        CUDA_OK(cudaStreamDestroy(streams[s]));
+    if (wanted("even")) {
+        gemm_run gemms[2] = {gemm_prepare(&p, 64, 0, sm_count()), gemm_prepare(&p, 64, 0, sm_count())};
+        run_gemm(&p, 64, 0, sm_count(), alone);
+        for (int i = 0; i < repeats; i++)
+            for (int s = 0; s < 2; s++) CUDA_OK(k_gemm(&gemms[s].args, 64, 0, gemms[s].delta, streams[s]));
+        for (int s = 0; s < 2; s++) {
+            gemm_finish(&gemms[s], y);
+            assert_memory_equal(y, alone, bytes);
+        }
     }
+    for (int s = 0; s < 2; s++) CUDA_OK(cudaStreamDestroy(streams[s]));
     free(alone);
     free(y);
     problem_free(&p);
