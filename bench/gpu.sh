@@ -64,7 +64,8 @@ if [[ $(ldd "$build/bench_gpu_linear" 2>/dev/null) == *"libcublasLt"*"not found"
     export LD_LIBRARY_PATH=$(dirname "$cublas")${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 fi
 [[ -d $build/lib ]] && export LD_LIBRARY_PATH=$(realpath "$build/lib")${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -1) || { echo "no GPU answers" >&2; exit 1; }
+gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -1)
+[[ $gpu ]] || { echo "no GPU answers" >&2; exit 1; }
 name=${gpu%%,*}
 out=${OUT:-bench/results/gpu-${name// /-}}
 mkdir -p "$out" || exit 1
@@ -155,10 +156,10 @@ stage_attention() {
 stage_ncu() {
     local ncu
     ncu=$(command -v ncu || ls /usr/local/cuda/bin/ncu 2>/dev/null) || { say "  skipped: ncu is not here"; return; }
-    keep ncu.txt 110 "$ncu" --clock-control none --csv -k regex:decode\|prefill\|mixed --launch-skip 20 --launch-count 24 \
+    keep ncu.txt 110 "$ncu" --clock-control none --csv --kernel-name-base mangled --kernel-id '::regex:decode_k|lean_k|prefill_k|mixed_k:2' \
         --metrics dram__bytes_read.sum,dram__bytes_write.sum,gpu__time_duration.sum,sm__throughput.avg.pct_of_peak_sustained_elapsed \
-        "$build/bench_gpu_linear" 1 8B 16,64,512 1,8
-    while read -r line; do say "    $line"; done < <(grep -a dram__bytes_read "$out/ncu.txt" | cut -c1-150 | head -n 12)
+        env BENCH_CHOICES=1 "$build/bench_gpu_linear" 1 8B 16,64,512 1,8
+    while read -r line; do say "    $line"; done < <(grep -a dram__bytes_read "$out/ncu.txt" | grep -oE '(decode|lean|prefill|mixed)_kernel[A-Za-z0-9_]*|"[a-zA-Z]*byte","[0-9.,]*"' | paste - - | head -n 30)
 }
 
 # NCCL is taken from where the loader looks, else from PyTorch's packages.
