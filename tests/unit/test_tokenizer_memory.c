@@ -51,6 +51,7 @@ static char *fail_strdup(const char *text) {
 #include "tokenizer/load_pipeline.c"
 #include "tokenizer/load_vocab.c"
 #include "tokenizer/normalize.c"
+#include "tokenizer/pair_queue.c"
 #include "tokenizer/split.c"
 #include "tokenizer/tokenizer.c"
 
@@ -86,11 +87,16 @@ static bool run(unsigned calls, size_t *count) {
     bd_strbuf_init(&text, 0);
     bd_status s = bd_tokenizer_parse(&t, file, sizeof file - 1, "file", &err);
     if (s == BD_OK) {
-        /* A word of over 48 symbols takes the heap; e and U+0301 make NFC work. */
-        static const char input[] =
+        /* A word of over 48 symbols takes the heap, one of HUGE_WORD the buckets; e and U+0301
+         * make NFC work. */
+        static const char start[] =
             "e\xcc\x81\xcc\xa3 ababababababababababababababababababababababababab"
-            "ababababababc x<s>\xc3\xa9z abc";
-        s = bd_tokenizer_encode(t, input, sizeof input - 1, &options, &ids, &err);
+            "ababababababc x<s>\xc3\xa9z abc ";
+        static char input[sizeof start + HUGE_WORD];
+        memcpy(input, start, sizeof start - 1);
+        for (size_t i = sizeof start - 1; i < sizeof input; i++)
+            input[i] = i % 2 ? 'a' : 'b';
+        s = bd_tokenizer_encode(t, input, sizeof input, &options, &ids, &err);
         if (s == BD_OK) s = bd_tokenizer_decode(t, ids.ids, ids.count, false, &text, &err);
     }
     if (s != BD_OK && s != BD_E_MEMORY)
