@@ -112,7 +112,7 @@ stage_sanitizers() {
     export BD_GPU_SMALL=1
     # racecheck knows no copies by the async engine: of the kernels that wait on those, memcheck alone.
     for what in gemm,decode lean mixed even; do
-        BD_GPU_KERNELS=$what keep sanitizers.txt 60 "$sanitizer" --tool memcheck --error-exitcode 9 "$build/tests/test_gpu_fast" 1
+        keep sanitizers.txt 60 env BD_GPU_KERNELS=$what "$sanitizer" --tool memcheck --error-exitcode 9 "$build/tests/test_gpu_fast" 1
     done
     for what in sampling attention; do
         for tool in memcheck racecheck; do

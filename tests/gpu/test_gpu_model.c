@@ -74,8 +74,7 @@ static void test_recorded_steps(void **state) {
 }
 
 /* Both element types and both sets of kernels compute the same model. */
-static void test_precision(void **state) {
-    (void)state;
+static void precision(uint32_t rows_each) {
     float *logits[4];
     double norm = 0, error[4] = {0};
     const size_t count = 6u * small.vocab;
@@ -85,7 +84,7 @@ static void test_precision(void **state) {
         s.dtype = i % 2 ? BD_DTYPE_BF16 : BD_DTYPE_F16;
         gpu_model *m = gpu_model_open(s, false);
         bd_token_result results[64];
-        gpu_batch *b = gpu_batch_make(m, 6, 50, 0, 3);
+        gpu_batch *b = gpu_batch_make(m, 6, rows_each, 0, 3);
         run(m, &b->step, results);
         logits[i] = logits_of(m, 6);
         gpu_batch_free(b);
@@ -98,6 +97,12 @@ static void test_precision(void **state) {
     printf("relative L2 against plain fp16: plain bf16 %.2e, auto fp16 %.2e, auto bf16 %.2e\n", sqrt(error[1] / norm), sqrt(error[2] / norm), sqrt(error[3] / norm));
     assert_true(sqrt(error[1] / norm) < 2e-2 && sqrt(error[2] / norm) < 3e-3 && sqrt(error[3] / norm) < 2e-2);
     for (int i = 0; i < 4; i++) free(logits[i]);
+}
+
+static void test_precision(void **state) {
+    (void)state;
+    precision(50);
+    precision(20);
 }
 
 static void test_fp16_refuses_what_it_cannot_hold(void **state) {
@@ -167,10 +172,17 @@ static void test_a_sticky_fault_is_an_answer(void **state) {
 
 /* The same with the kernels that are not chosen among yet, where they are the cheapest. */
 static void test_every_choice(void **state) {
+    (void)state;
     const cuda_choices kept = cuda_fast_choices;
     cuda_fast_choices = (cuda_choices){true, true, true};
-    test_recorded_steps(state);
-    test_precision(state);
+    precision(50);
+    precision(20);
+    precision(7);
+    gpu_model *recorded = gpu_model_open(small, true), *launched = gpu_model_open(small, false);
+    static const uint32_t cases[][3] = {{1, 100, 1}, {3, 20, 0}, {5, 9, 3}, {8, 17, 5}, {13, 16, 5}, {16, 31, 1}, {16, 5, 0}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) compare(recorded, launched, cases[i][0], cases[i][1], cases[i][2], true);
+    gpu_model_close(recorded);
+    gpu_model_close(launched);
     cuda_fast_choices = kept;
 }
 
