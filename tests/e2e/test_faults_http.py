@@ -72,6 +72,8 @@ def leave(raw, how):
 # What is sent on each connection, and what shows that they are in the state.
 STATES = {
     "queued": ([LONG | {"n": 2}] * 8, lambda now: now["vllm:num_requests_waiting"] >= 4),
+    "queued with a lease": ([LONG | {"n": 2}] * 4 + [LONG | {"model": m} for m in MODELS[1:3]] * 2,
+                            lambda now: now["vllm:num_requests_waiting"] >= 4 and now["leases"] > 0 and now["waiters"] == 0),
     "loading": ([LONG | {"model": m, "max_tokens": 500} for m in MODELS[1:]], lambda now: now["leases"] + now["waiters"] > 0),
     "prefill": ([LONG | {"prompt": [5 + i] + list(range(10, 1900)), "max_tokens": 8} for i in range(6)], lambda now: now["vllm:num_requests_running"] > 0),
     "prompt logprobs": ([LONG | {"prompt": list(range(10, 1500)), "max_tokens": 1, "prompt_logprobs": 5, "echo": True, "logprobs": 5}] * 3,
@@ -121,6 +123,27 @@ def test_gone_at_any_byte(small):
     for raw in half_closed:
         raw.close()
     still_right(small)
+
+
+def test_the_gone_leave_no_memory(small):
+    """Every request that is left holds about 250 KB of prepared choices and biases: hundreds of them, waiting and streaming, leave none of it."""
+    many = LONG | {"n": 120, "logit_bias": {str(i): 1 for i in range(3000)}}
+
+    def leave_some(count):
+        for i in range(count):
+            raws = [small.connect() for _ in range(4)]
+            for raw in raws:
+                raw.sendall(request(body=many | {"stream": i % 2 == 0}))
+            eventually(lambda: held(small)["vllm:num_requests_waiting"] >= 400, what="queue")
+            for raw in raws:
+                raw.close()
+            eventually(lambda: held(small)["bd_http_requests_active"] == 0, what="end of the requests")
+
+    leave_some(10)
+    before = small.resident_bytes()
+    leave_some(60)
+    nothing_left(small)
+    assert small.resident_bytes() - before < 30 << 20
 
 
 @pytest.mark.parametrize("where", ["head", "body"])

@@ -29,6 +29,10 @@ def test_completion(client):
     assert len(lists.tokens) == len(lists.token_logprobs) == len(lists.top_logprobs) == len(lists.text_offset)
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
     assert answer._request_id.startswith("req-")
+    text = answer.choices[0].text
+    for stop in (text[2], [text[2], "\u0416"]):
+        cut = client.completions.create(model=VARIANTS[0], prompt="The star", max_tokens=8, temperature=0, stop=stop).choices[0]
+        assert cut.text == text[:text.index(text[2])] and cut.finish_reason == "stop"
 
 
 def test_stream(client):

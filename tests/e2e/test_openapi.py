@@ -2,6 +2,7 @@
 back; so do we with events, which it does not read."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,18 @@ def described(tmp_path_factory):
     assert not [line for line in running.lines if any(fault in line for fault in ("Sanitizer", "runtime error", "level=error"))]
 
 
+# Most names that are made up are nobody's, and such requests would show nothing but a 404: two in three get the base's.
+HOOKS = """
+import schemathesis
+
+@schemathesis.hook
+def map_body(context, body):
+    if isinstance(body, dict) and isinstance(body.get("model"), str) and len(body["model"]) % 3:
+        body["model"] = "zen-mini"
+    return body
+"""
+
+
 def test_described_api(described, tmp_path):
     """The same requests each time: what fails here can be looked at."""
     program = Path(sys.executable).parent / "schemathesis"
@@ -33,7 +46,9 @@ def test_described_api(described, tmp_path):
     command = [program, "run", described.url + "/openapi.json", "--checks", CHECKS, "--phases", "coverage,fuzzing", "--max-examples", "5", "--seed", "7",
                "--generation-deterministic", "--no-shrink", "--warnings", "off", "--no-color", "--continue-on-failure",
                "--suppress-health-check", "all", "--request-timeout", "30"]
-    done = subprocess.run([str(part) for part in command], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    (tmp_path / "hooks.py").write_text(HOOKS)
+    environment = os.environ | {"SCHEMATHESIS_HOOKS": "hooks", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([str(part) for part in command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-9000:] + done.stderr[-2000:]
 
 
