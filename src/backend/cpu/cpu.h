@@ -20,7 +20,6 @@
 #define BD_CPU_DIRECT_ROWS 32u
 #define BD_CPU_TILE_N      96u
 #define BD_CPU_TILE_K      512u /* a multiple of 32, so that a tile's bits start at a whole word */
-#define BD_CPU_DIRECT_N    48u
 /* Rows of short segments with sum tables in one operator; segments beyond rebuild their weights
  * like long ones. */
 #define BD_CPU_TABLE_ROWS_MAX 128u

@@ -52,6 +52,74 @@ INLINE void prefetch(const uint8_t *w, uint64_t ahead_bytes, uint32_t k) {
     _mm_prefetch((const char *)at, _MM_HINT_T0);
 }
 
+#define STREAMS     4u
+#define AHEAD_BYTES 2048u
+
+/* One row alone, which goes at the speed of memory: of a block's outputs four go together, one of
+ * every quarter, and next time the ones after them, so that each quarter is one long stream, which
+ * the hardware's prefetchers follow. Eight streams and neighbouring rows were slower. */
+typedef struct streams {
+    __m512 acc[STREAMS];
+    const uint8_t *w[STREAMS];
+    const float *x;
+    uint64_t turn_bytes,
+        jump_bytes; /* what is asked for from turn_bytes on lies in the next block */
+} streams;
+
+/* The j-th output of every quarter; `each`: outputs of a quarter. */
+INLINE streams streams_begin(const bd_cpu_dot *dot, uint32_t j, uint32_t each) {
+    streams s = {.x = dot->x[0], .turn_bytes = UINT64_MAX};
+    UNROLL for (uint32_t a = 0; a < STREAMS; a++) {
+        s.w[a] = dot->w + (j + a * each) * dot->stride_bytes;
+        s.acc[a] = _mm512_setzero_ps();
+    }
+    /* Behind a quarter comes the next one, which has been read; the next block's is three on. */
+    if (j + 1 == each) {
+        s.turn_bytes = dot->stride_bytes;
+        s.jump_bytes = (STREAMS - 1) * (uint64_t)each * dot->stride_bytes;
+    }
+    return s;
+}
+
+/* Thirty-two weights of each, 16 bits wide. */
+INLINE void streams_word(streams *s, uint32_t k, bd_dtype dtype) {
+    uint64_t ahead = AHEAD_BYTES;
+    if (ahead + 2 * (uint64_t)k >= s->turn_bytes) ahead += s->jump_bytes;
+    UNROLL for (uint32_t a = 0; a < STREAMS; a++) prefetch(s->w[a], ahead, k);
+    UNROLL for (uint32_t half = 0; half < 32; half += 16) {
+        const __m512 xs = _mm512_loadu_ps(s->x + k + half);
+        UNROLL for (uint32_t a = 0; a < STREAMS; a++) s->acc[a] =
+            _mm512_fmadd_ps(xs, load16(s->w[a], k + half, dtype), s->acc[a]);
+    }
+}
+
+/* The weights from k on, fewer than 32, and the sums. */
+INLINE void streams_end(streams *s, const bd_cpu_dot *dot, uint32_t k, bd_dtype dtype, uint32_t j,
+                        uint32_t each) {
+    for (; k < dot->k; k += 16) {
+        const __mmask16 lanes = first_lanes(dot->k - k);
+        const __m512 xs = _mm512_maskz_loadu_ps(lanes, s->x + k);
+        UNROLL for (uint32_t a = 0; a < STREAMS; a++) s->acc[a] =
+            _mm512_fmadd_ps(xs, load_last(s->w[a], k, lanes, dtype), s->acc[a]);
+    }
+    float *y = dot->y[0] + j;
+    UNROLL for (uint32_t a = 0; a < STREAMS; a++) y[a * each] =
+        (dot->add ? y[a * each] : 0.0f) + _mm512_reduce_add_ps(s->acc[a]);
+}
+
+/* Returns the first output that is left. */
+INLINE uint32_t dot_streams(const bd_cpu_dot *dot, bd_dtype dtype) {
+    const uint32_t each = dot->n / STREAMS;
+    for (uint32_t j = 0; j < each; j++) {
+        streams s = streams_begin(dot, j, each);
+        uint32_t k = 0;
+        for (; k + 32 <= dot->k; k += 32)
+            streams_word(&s, k, dtype);
+        streams_end(&s, dot, k, dtype, j, each);
+    }
+    return STREAMS * each;
+}
+
 /* NW outputs times R rows; both are constants after inlining, and the accumulators fit the 32
  * registers. ahead_bytes: 0, or how far ahead of these weights to prefetch. */
 INLINE void dot_block(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, uint32_t r,
@@ -93,19 +161,19 @@ INLINE void dot_block(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, uint32_
 }
 
 /* Weights pass through the cache once: all rows visit a few outputs before the next few are read,
- * which the first rows ask for. A row alone waits for memory anyway, and asking only costs it. */
+ * which the first rows ask for. */
 INLINE void dot_rows(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, const uint32_t NW) {
     uint32_t r = 0;
     for (; r + 4 <= dot->rows; r += 4)
         dot_block(dot, dtype, i, r, r == 0 ? NW * dot->stride_bytes : 0, NW, 4);
-    const uint64_t ahead_bytes = r == 0 && dot->rows > 1 ? NW * dot->stride_bytes : 0;
+    const uint64_t ahead_bytes = r == 0 ? NW * dot->stride_bytes : 0;
     if (dot->rows - r == 3) dot_block(dot, dtype, i, r, ahead_bytes, NW, 3);
     if (dot->rows - r == 2) dot_block(dot, dtype, i, r, ahead_bytes, NW, 2);
     if (dot->rows - r == 1) dot_block(dot, dtype, i, r, ahead_bytes, NW, 1);
 }
 
 INLINE void dot_all(const bd_cpu_dot *dot, bd_dtype dtype) {
-    uint32_t i = 0;
+    uint32_t i = dot->rows == 1 && dtype != BD_DTYPE_F32 ? dot_streams(dot, dtype) : 0;
     for (; i + 6 <= dot->n; i += 6)
         dot_rows(dot, dtype, i, 6);
     for (; i + 2 <= dot->n; i += 2)
@@ -228,61 +296,88 @@ AVX512 static void avx512_sign_dot(const bd_cpu_signs *signs) {
     if (r < signs->rows) sign_rows(signs, r, 4, 1);
 }
 
-/* Weights and bits of sixteen outputs that begin with a group; i: of the first in dot. The sums run
- * in the same order as in dot_block and sign_block. */
-INLINE void fused_block(const bd_cpu_dot *dot, const bd_cpu_signs *signs, uint32_t i) {
-    __m512 acc[16];
-    const uint8_t *w[16];
-    const float *x = dot->x[0], *table = signs->table[0];
-    const uint32_t group = (signs->first + i) / 8u;
-    signed_sum sum = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-    UNROLL for (uint32_t a = 0; a < 16; a++) {
-        w[a] = dot->w + (i + a) * dot->stride_bytes;
-        acc[a] = _mm512_setzero_ps();
-    }
+/* The j-th outputs' weights, and the part-th of 4 G parts of the words of G times sixteen outputs
+ * from `group` on, which are not the same ones: after 4 G calls both are done with as many outputs.
+ * Every 32 weights of the four go with one lookup (G = 2) or two, so that memory never waits for
+ * lookups; a table read serves 16 G outputs. The sums run in the same order as in dot_block and
+ * sign_block. */
+INLINE void fused_part(const bd_cpu_dot *dot, const bd_cpu_signs *signs, signed_sum *sums,
+                       uint32_t j, uint32_t each, uint32_t group, uint32_t part, const uint32_t G) {
+    const uint32_t first = signs->words * part / (4 * G), end = signs->words * (part + 1) / (4 * G);
+    const float *table = signs->table[0] + (size_t)first * BD_CPU_QUADS * 16u;
+    const uint32_t lookups = G == 1 ? 2 : 1;
+    streams s = streams_begin(dot, j, each);
     uint32_t k = 0;
-    for (uint32_t word = 0; word < signs->words; word++) {
-        const uint32_t end = dot->k - k < 32 ? dot->k / 16 * 16 : k + 32;
-        for (; k < end; k += 16) {
-            const __m512 xs = _mm512_loadu_ps(x + k);
-            UNROLL for (uint32_t a = 0; a < 16; a++) acc[a] =
-                _mm512_fmadd_ps(xs, load16(w[a], k, BD_DTYPE_BF16), acc[a]);
+    for (uint32_t word = first; word < end; word++) {
+        __m512i bits[2];
+        UNROLL for (uint32_t g = 0; g < G; g++) bits[g] =
+            load_bits(signs, group + 2 * g, word, true);
+        ROLL for (uint32_t t = 0; t < BD_CPU_QUADS; t += lookups) {
+            if (k + 32 <= dot->k) {
+                streams_word(&s, k, BD_DTYPE_BF16);
+                k += 32;
+            }
+            UNROLL for (uint32_t q = 0; q < lookups; q++) {
+                const __m512 sixteen = _mm512_loadu_ps(table);
+                table += 16;
+                UNROLL for (uint32_t g = 0; g < G; g++) {
+                    add_quad(&sums[g], sixteen, bits[g]);
+                    bits[g] = _mm512_srli_epi32(bits[g], 4);
+                }
+            }
         }
-        __m512i bits = load_bits(signs, group, word, true);
-        UNROLL for (uint32_t t = 0; t < BD_CPU_QUADS; t++, table += 16) {
-            add_quad(&sum, _mm512_loadu_ps(table), bits);
-            bits = _mm512_srli_epi32(bits, 4);
+        if (word % BD_CPU_FOLD_WORDS != BD_CPU_FOLD_WORDS - 1) continue;
+        UNROLL for (uint32_t g = 0; g < G; g++) fold(&sums[g]);
+    }
+    for (; k + 32 <= dot->k; k += 32)
+        streams_word(&s, k, BD_DTYPE_BF16);
+    streams_end(&s, dot, k, BD_DTYPE_BF16, j, each);
+}
+
+#define FUSED_SIXTEENS 6u
+
+/* All outputs of dot, 16 times `sixteens`, which begin with a group. */
+AVX512 static void fused_sixteens(const bd_cpu_dot *dot, const bd_cpu_signs *signs,
+                                  uint32_t sixteens) {
+    signed_sum sums[FUSED_SIXTEENS];
+    const uint32_t first = signs->first / 8u, each = 4 * sixteens;
+    BD_ASSERT(sixteens <= FUSED_SIXTEENS);
+    for (uint32_t i = 0, j = 0, next; i < sixteens; i = next) {
+        const bool two = sixteens - i >= 2;
+        next = i + (two ? 2 : 1);
+        sums[i] = sums[next - 1] = (signed_sum){_mm512_setzero_ps(), _mm512_setzero_ps()};
+        for (uint32_t part = 0; part < 4 * (next - i); part++, j++) {
+            if (two) {
+                fused_part(dot, signs, &sums[i], j, each, first + 2 * i, part, 2);
+            } else {
+                fused_part(dot, signs, &sums[i], j, each, first + 2 * i, part, 1);
+            }
         }
-        if (word % BD_CPU_FOLD_WORDS == BD_CPU_FOLD_WORDS - 1) fold(&sum);
     }
-    fold(&sum);
-    if (k < dot->k) {
-        const __mmask16 lanes = first_lanes(dot->k - k);
-        const __m512 xs = _mm512_maskz_loadu_ps(lanes, x + k);
-        UNROLL for (uint32_t a = 0; a < 16; a++) acc[a] =
-            _mm512_fmadd_ps(xs, load_last(w[a], k, lanes, BD_DTYPE_BF16), acc[a]);
+    for (uint32_t i = 0; i < sixteens; i++) {
+        fold(&sums[i]);
+        add_scaled(signs, first + 2 * i, 0, sums[i].total);
     }
-    UNROLL for (uint32_t a = 0; a < 16; a++) dot->y[0][i + a] = _mm512_reduce_add_ps(acc[a]);
-    add_scaled(signs, group, 0, sum.total);
 }
 
 AVX512 static void avx512_dot_signs(const bd_cpu_dot *dot, const bd_cpu_signs *signs) {
     BD_ASSERT(dot->rows == 1 && signs->rows == 1 && dot->n == signs->count && !dot->add);
     for (uint32_t i = 0, next; i < dot->n; i = next) {
-        const uint32_t at = signs->first + i;
-        if (at % 8 == 0 && dot->n - i >= 16) {
-            fused_block(dot, signs, i);
-            next = i + 16;
-            continue;
-        }
-        next = at / 8u * 8u + 8u - signs->first;
+        const uint32_t at = signs->first + i, left = (dot->n - i) / 16u,
+                       sixteens = left < FUSED_SIXTEENS ? left : FUSED_SIXTEENS;
+        const bool whole = at % 8 == 0 && sixteens > 0;
+        next = whole ? i + 16 * sixteens : at / 8u * 8u + 8u - signs->first;
         if (next > dot->n) next = dot->n;
         bd_cpu_dot few = *dot;
         bd_cpu_signs few_signs = *signs;
         float *y = NULL;
         bd_cpu_take(&few, &few_signs, i, next - i, &y);
-        avx512_dot_bf16(&few);
-        avx512_sign_dot(&few_signs);
+        if (whole) {
+            fused_sixteens(&few, &few_signs, sixteens);
+        } else { /* the outputs around: a plane may begin or end within a group */
+            avx512_dot_bf16(&few);
+            avx512_sign_dot(&few_signs);
+        }
     }
 }
 

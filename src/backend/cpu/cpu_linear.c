@@ -554,8 +554,7 @@ static bd_status run_job(linear_job *job, bd_error *err) {
     const uint64_t work = n * job->k * job->rows;
     /* Four tasks a worker level out their speeds; below 24 outputs a task is mostly overhead. */
     uint64_t block_n = n / (4ull * cpu->workers) / 24u * 24u;
-    const uint32_t most = job->rows < BD_CPU_DIRECT_ROWS ? BD_CPU_DIRECT_N : BD_CPU_TILE_N;
-    if (block_n > most) block_n = most;
+    if (block_n > BD_CPU_TILE_N) block_n = BD_CPU_TILE_N;
     job->block_n = block_n < 24 ? 24 : (uint32_t)block_n;
     job->task_count = 0;
     make_tables(job);
