@@ -16,7 +16,7 @@ void bd_cache_release(bd_cache *cache, bd_lease *lease, uint64_t now_us) {
     memset(lease, 0, sizeof *lease);
 }
 
-enum { CLIENTS_MAX = 16, PROMPT_MAX = 200, PAYERS = 2 };
+enum { CLIENTS_MAX = 16, PROMPT_MAX = 200, PAYERS = 3 };
 
 typedef struct client {
     struct script *script;
@@ -160,7 +160,7 @@ static void run(script *s, bd_engine_stats *stats) {
 /* Two grow in KV for one and a half: the one that was served more gives way, old as it is. */
 static void test_gives_way(void **state) {
     (void)state;
-    for (uint32_t served = 0; served < PAYERS; served++) {
+    for (uint32_t served = 0; served < 2; served++) {
         script s;
         bd_engine_stats stats;
         set_up(&s, 15);
@@ -172,7 +172,7 @@ static void test_gives_way(void **state) {
         assert_int_equal(s.clients[served].ended_at, 2);
         /* What is computed a second time is charged once. */
         assert_true(stats.prompt_tokens > 16);
-        for (uint32_t i = 0; i < PAYERS; i++) {
+        for (uint32_t i = 0; i < 2; i++) {
             assert_int_equal(s.prompt_tokens[i], 8);
             assert_int_equal(s.output_tokens[i], 32);
         }
@@ -271,11 +271,13 @@ static void test_passes(void **state) {
     client *later = add(&s, 0, 0, 4, 1);   /* BD_BUSY for now */
     client *first = add(&s, 1, 0, 60, 10); /* waits too, before that one */
     client *second = add(&s, 1, 0, 4, 1);  /* BD_BUSY: its own payer's waits */
+    s.payers[2].counter = 20.0;
+    client *third = add(&s, 2, 0, 4, 1); /* BD_BUSY: it was served more than those that wait */
     run(&s, &stats);
     assert_int_equal(stats.preemptions, 0);
     assert_int_equal(waits->refused, 0);
     assert_int_equal(first->refused, 0);
-    assert_true(later->refused > 0 && second->refused > 0);
+    assert_true(later->refused > 0 && second->refused > 0 && third->refused > 0);
     assert_true(first->began_at < waits->began_at);
 }
 
