@@ -26,15 +26,17 @@ def described(tmp_path_factory):
     assert not [line for line in running.lines if any(fault in line for fault in ("Sanitizer", "runtime error", "level=error"))]
 
 
-# Most names that are made up are nobody's, and such requests would show nothing but a 404: two in three get the base's.
+# Names that are made up are nobody's, and such requests would show nothing but a 404: most get the base's. Events are not read here.
 HOOKS = """
 import schemathesis
 
 @schemathesis.hook
-def map_body(context, body):
-    if isinstance(body, dict) and isinstance(body.get("model"), str) and len(body["model"]) % 3:
+def before_call(context, case, kwargs):
+    body = case.body if isinstance(case.body, dict) else {}
+    if isinstance(body.get("model"), str) and len(body["model"]) % 3 != 1:
         body["model"] = "zen-mini"
-    return body
+    if body.get("stream") == 1:
+        body["stream"] = False
 """
 
 
