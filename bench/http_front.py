@@ -2,7 +2,7 @@
 (unit/fake_engine.c), against a minimal libmicrohttpd program that sends the same bytes (minimal_mhd.c).
 
     cmake -S . -B build-bench -DBD_BENCH=ON -DBD_CUDA=off && cmake --build build-bench --target bench_http_front bench_minimal_mhd
-    python3 bench/http_front.py build-bench > bench/results/http_front.txt
+    python3 bench/http_front.py build-bench [request] [token] [1] [100] [2000]
 
 CPU time is that of all threads of the server's process, as the kernel counts it; the client's is not in it, accepting the
 connections is. Both servers get the same requests over the same kept connections, send the same headers and (but for ids, times and
@@ -26,10 +26,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = Path(sys.argv[1]).resolve()
+KINDS = [word for word in sys.argv[2:] if not word.isdigit()] or ["request", "token"]
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
 LOOPS = os.environ.get("LOOPS", "1")
 # connections: requests of each in the run of whole answers; tokens of each stream and microseconds between them
 LOADS = {1: (3000, 1000, 2000), 100: (60, 100, 20_000), 2000: (5, 20, 400_000)}
+LOADS = {count: load for count, load in LOADS.items() if str(count) in sys.argv[2:]} or LOADS
 
 
 def request(stream, tokens):
@@ -122,7 +124,7 @@ def main():
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 10_000), hard))
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    print(f"command: ROUNDS={ROUNDS} LOOPS={LOOPS} python3 bench/http_front.py BUILD")
+    print(f"command: ROUNDS={ROUNDS} LOOPS={LOOPS} python3 bench/http_front.py BUILD {' '.join(sys.argv[2:])}")
     print(f"machine: {model.group(1) if model else platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}, client on the same cores")
     print(f"commit: {commit}, {time.strftime('%Y-%m-%d')}")
     print(f"CPU microseconds, median of {ROUNDS} (least .. most)\n")
@@ -137,7 +139,7 @@ def main():
         ours.terminate()
         ours.wait()
         for connections, (each, tokens, step_us) in LOADS.items():
-            for per in ("request", "token"):
+            for per in KINDS:
                 stream = per == "token"
                 data, end = request(stream, tokens if stream else 1), b"0\r\n\r\n" if stream else files[0].read_bytes()[-20:]
                 count, units = (1, connections * tokens) if stream else (each, connections * each)
