@@ -208,6 +208,8 @@ def test_random_conversations(chat):
     ({"messages": [{"role": "user", "content": 5}]}, "invalid_type", "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "unsupported_parameter", "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "invalid_type", "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "invalid_type", "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "invalid_type", "messages"),
     ({"messages": [{"role": "user", "content": "refuse me"}]}, "invalid_value", "messages"),
     ({"messages": [{"role": "user", "content": "word " * 3000}]}, "context_length_exceeded", "messages"),
     ({"max_completion_tokens": CONTEXT + 1}, "context_length_exceeded", "max_completion_tokens"),
