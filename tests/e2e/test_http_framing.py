@@ -7,7 +7,7 @@ import struct
 import time
 
 import pytest
-from conftest import eventually
+from conftest import eventually, start_server
 from raw_http import Reader, chunked, request
 
 BODY = json.dumps({"prompt": "a", "max_tokens": 2, "temperature": 0}).encode()
@@ -236,18 +236,26 @@ def test_a_client_that_leaves_cancels(server, how, stream):
 HALF = request(body={"model": "none", "prompt": "zz"})
 
 
+@pytest.fixture(scope="module")
+def alone():
+    """A server whose connections are all this file's: the shared one may hold idle ones of other tests' clients."""
+    running = start_server()
+    yield running
+    assert running.stop() == 0, "\n".join(running.lines[-40:])
+
+
 @pytest.mark.parametrize("sent", [b"", HALF[:9], HALF[:60], HALF[:HALF.index(b"\r\n\r\n") + 4], HALF[:-3], HALF],
                          ids=["nothing", "line", "head", "whole head", "body", "whole"])
 @pytest.mark.parametrize("how", ["close", "half-close"])
-def test_part_of_a_request_and_gone(server, how, sent):
+def test_part_of_a_request_and_gone(alone, how, sent):
     """The end may come together with the last bytes. Who only half-closes after a whole request is still answered."""
     def held():
-        return server.metric("bd_http_connections"), server.metric("bd_http_upload_bytes")
+        return alone.metric("bd_http_connections"), alone.metric("bd_http_upload_bytes")
 
     eventually(lambda: held() == (1, 0), what="connection of the test alone")
     half_closed = []
     for _ in range(50):
-        raw = server.connect()
+        raw = alone.connect()
         raw.sendall(sent)
         raw.shutdown(socket.SHUT_WR)
         if how == "close":
