@@ -182,6 +182,7 @@ static int run(const bd_invocation *invocation, bd_error *err) {
     switch (invocation->command) {
     case BD_COMMAND_SERVE: {
         bool wrong_usage;
+        bd_log_widen();
         log_start();
         bd_status status = bd_serve_run(&invocation->serve, &wrong_usage, err);
         return wrong_usage ? EXIT_USAGE : exit_of(status);

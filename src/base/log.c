@@ -1,8 +1,12 @@
 /* log.c - log lines on stderr. A line is formatted on the caller's stack and leaves in one
- * write(2), so lines of different threads never mix. Threads: any. */
+ * write(2), so lines of different threads never mix. Nobody waits for whoever reads them. Threads:
+ * any. */
 #include "bitdelta/base/log.h"
 
 #include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -11,9 +15,12 @@
 
 #include "bitdelta/base/clock.h"
 
-enum { LOG_LINE_BYTES = 2048 };
+enum { LOG_LINE_BYTES = 2048, LOG_PIPE_BYTES = 1 << 20 };
 
 static _Atomic int g_log_level = BD_LOG_INFO;
+static pthread_mutex_t g_log_lock =
+    PTHREAD_MUTEX_INITIALIZER; /* from asking for room to using it */
+static uint64_t g_log_lost;    /* lines, under g_log_lock */
 
 static const char *const k_level_names[] = {"error", "warn", "info", "debug"};
 
@@ -25,7 +32,20 @@ bool bd_log_enabled(bd_log_level level) {
     return (int)level <= atomic_load(&g_log_level);
 }
 
-static void write_line(const char *line, size_t bytes) {
+void bd_log_widen(void) {
+    (void)fcntl(STDERR_FILENO, F_SETPIPE_SZ, LOG_PIPE_BYTES);
+}
+
+/* A pipe that polls writable takes PIPE_BUF (4096) bytes, more than a line, without waiting. */
+static bool has_room(void) {
+    struct pollfd wait = {.fd = STDERR_FILENO, .events = POLLOUT};
+    int ready;
+    while ((ready = poll(&wait, 1, 0)) < 0 && errno == EINTR)
+        continue;
+    return ready == 1 && (wait.revents & POLLOUT);
+}
+
+static void write_whole(const char *line, size_t bytes) {
     while (bytes > 0) {
         ssize_t written = write(STDERR_FILENO, line, bytes);
         if (written < 0 && errno == EINTR) continue;
@@ -33,6 +53,30 @@ static void write_line(const char *line, size_t bytes) {
         line += written;
         bytes -= (size_t)written;
     }
+}
+
+/* A reader that has stopped costs lines, counted before the first that finds room again, but holds
+ * up no thread: those who log serve requests. */
+static void write_line(const char *line, size_t bytes) {
+    char text[LOG_LINE_BYTES + 256]; /* both in one write: a pipe may have room for just one */
+    pthread_mutex_lock(&g_log_lock);
+    if (!has_room()) {
+        g_log_lost++;
+    } else if (g_log_lost == 0) {
+        write_whole(line, bytes);
+    } else {
+        const uint64_t now_us = bd_now_us();
+        const int length =
+            snprintf(text, sizeof text - LOG_LINE_BYTES,
+                     "t=%llu.%06llu level=warn mod=log lines=%llu lost: the log's "
+                     "reader did not take them\n",
+                     (unsigned long long)(now_us / 1000000u),
+                     (unsigned long long)(now_us % 1000000u), (unsigned long long)g_log_lost);
+        memcpy(text + length, line, bytes);
+        write_whole(text, (size_t)length + bytes);
+        g_log_lost = 0;
+    }
+    pthread_mutex_unlock(&g_log_lock);
 }
 
 /* Length of the line so far after a snprintf of `written` at `len`, kept inside the buffer. */

@@ -1,0 +1,126 @@
+/* test_base_log.c - a log that nobody reads holds nobody up, and says what was lost. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+
+#include <cmocka.h>
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "bitdelta/base/log.h"
+
+enum { THREADS = 4, LINES = 500, PIPE_BYTES = 4096, TEXT_BYTES = 1 << 20 };
+
+static int g_stderr;
+
+/* stderr becomes a small pipe; returns the end to read. */
+static int begin(void) {
+    int ends[2];
+    assert_int_equal(pipe(ends), 0);
+    assert_true(fcntl(ends[1], F_SETPIPE_SZ, PIPE_BYTES) >= PIPE_BYTES);
+    assert_int_equal(fcntl(ends[0], F_SETFL, O_NONBLOCK), 0);
+    g_stderr = dup(STDERR_FILENO);
+    assert_true(g_stderr >= 0 && dup2(ends[1], STDERR_FILENO) == STDERR_FILENO);
+    close(ends[1]);
+    return ends[0];
+}
+
+static void end(int from) {
+    assert_true(dup2(g_stderr, STDERR_FILENO) == STDERR_FILENO);
+    close(g_stderr);
+    close(from);
+}
+
+/* What is in the pipe, added to text. */
+static void take(int from, char *text, size_t *bytes) {
+    ssize_t got;
+    while ((got = read(from, text + *bytes, TEXT_BYTES - 1 - *bytes)) > 0)
+        *bytes += (size_t)got;
+    text[*bytes] = '\0';
+}
+
+static void *talk(void *arg) {
+    char filler[900];
+    memset(filler, 'x', sizeof filler - 1);
+    filler[sizeof filler - 1] = '\0';
+    for (int i = 0; i < LINES; i++)
+        bd_log(BD_LOG_INFO, "test", "said=%d %s", i, filler + (size_t)(i * 37 % 800));
+    return arg;
+}
+
+static void say_all(void) {
+    pthread_t threads[THREADS];
+    for (int i = 0; i < THREADS; i++)
+        assert_int_equal(pthread_create(&threads[i], NULL, talk, NULL), 0);
+    for (int i = 0; i < THREADS; i++)
+        assert_int_equal(pthread_join(threads[i], NULL), 0);
+}
+
+/* Lines of the text with the word; every line is whole. */
+static uint64_t lines_of(const char *text, const char *word) {
+    uint64_t count = 0;
+    for (const char *line = text; *line; line = strchr(line, '\n') + 1) {
+        const char *stop = strchr(line, '\n'), *found = strstr(line, word);
+        assert_true(stop != NULL && strncmp(line, "t=", 2) == 0);
+        if (found && found < stop) count++;
+    }
+    return count;
+}
+
+static void test_nobody_reads(void **state) {
+    (void)state;
+    char *text = calloc(TEXT_BYTES, 1);
+    size_t bytes = 0;
+    assert_non_null(text);
+    const int from = begin();
+    say_all(); /* comes back, although the pipe is soon full */
+    take(from, text, &bytes);
+    const uint64_t kept = lines_of(text, "said=");
+    assert_true(kept > 0 && kept < THREADS * LINES);
+    assert_null(strstr(text, "lost"));
+    bd_log(BD_LOG_ERROR, "test", "heard again");
+    take(from, text, &bytes);
+    end(from);
+    const char *lost = strstr(text, "mod=log lines=");
+    assert_non_null(lost);
+    assert_true(strtoull(lost + strlen("mod=log lines="), NULL, 10) == THREADS * LINES - kept);
+    assert_int_equal(lines_of(text, "lost"), 1);
+    assert_true(strstr(lost, "heard again") != NULL);
+    free(text);
+}
+
+static void *listen_all(void *arg) {
+    char piece[512];
+    while (read(*(int *)arg, piece, sizeof piece) > 0)
+        continue;
+    return arg;
+}
+
+/* A reader at work: what arrives is whole lines, and those that do not are counted. */
+static void test_reader_gone(void **state) {
+    (void)state;
+    int from = begin();
+    pthread_t reader;
+    assert_int_equal(fcntl(from, F_SETFL, 0), 0);
+    assert_int_equal(pthread_create(&reader, NULL, listen_all, &from), 0);
+    say_all();
+    assert_true(dup2(g_stderr, STDERR_FILENO) == STDERR_FILENO); /* the pipe's last writer */
+    assert_int_equal(pthread_join(reader, NULL), 0);
+    close(STDERR_FILENO);
+    talk(NULL); /* no stderr at all */
+    end(from);
+}
+
+int main(void) {
+    alarm(120); /* a log that waits never comes back */
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_nobody_reads),
+        cmocka_unit_test(test_reader_gone),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
