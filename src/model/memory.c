@@ -122,7 +122,7 @@ static bd_status delta_bytes(const bd_sizing *sizing, uint32_t extra_rows, uint6
 }
 
 /* Blocks of the KV cache: what was asked for, else the backend's default, cut to what fits but
- * never below one sequence of full length. */
+ * never below one sequence of full length; that much where nobody knows what fits. */
 static bd_status kv_blocks(const bd_model_options *options, bd_backend_options *backend,
                            bd_error *err) {
     const uint64_t tokens = backend->kv_block_tokens, len = backend->max_model_len;
@@ -143,7 +143,7 @@ static bd_status kv_blocks(const bd_model_options *options, bd_backend_options *
                        block_bytes = two.kv > one.kv ? two.kv - one.kv : 1;
         uint64_t left = one.available > fixed ? one.available - fixed : 0;
         left -= left / 50; /* allocators round up */
-        if (one.available > 0 && want > left / block_bytes) want = left / block_bytes;
+        if ((one.available > 0 || !cpu) && want > left / block_bytes) want = left / block_bytes;
         if (want < one_seq) want = one_seq;
     }
     if (want > UINT32_MAX) {

@@ -99,8 +99,9 @@ static void write_text(const planned *p, bd_strbuf *b) {
     bd_strbuf_printf(b, "%-14s %12.1f  %u slots = %llu pages of %.1f MiB, %u a one-plane variant\n",
                      "delta pages", mib(m->deltas), slots, (unsigned long long)pages,
                      mib(p->page_bytes), p->slot_pages);
-    bd_strbuf_printf(b, "%-14s %12.1f  %llu tokens\n", "KV cache", mib(m->kv),
-                     (unsigned long long)kv_tokens);
+    const bool least = m->available == 0 && p->options.kv_tokens == 0;
+    bd_strbuf_printf(b, "%-14s %12.1f  %llu tokens%s\n", "KV cache", mib(m->kv),
+                     (unsigned long long)kv_tokens, least ? " or more, as memory is left" : "");
     bd_strbuf_printf(b, "%-14s %12.1f\n", "total", mib(m->total));
     if (p->options.rank_count > 1)
         bd_strbuf_printf(b, "%-14s %12.1f  at most: the last may have less of the vocabulary\n",
@@ -151,11 +152,11 @@ static void write_json(const planned *p, bd_strbuf *b) {
     bd_strbuf_puts(b, "]}\n");
 }
 
-static bd_status make_plan(const bd_plan_request *r, planned *p, bd_error *err) {
-    p->ops = bd_backend_table(r->backend);
-    /* auto: a backend that can do what is asked for. */
-    if (p->ops && !p->ops->comm && r->rank_count > 1 && r->backend == BD_BACKEND_AUTO)
-        p->ops = bd_backend_cpu_ops();
+static bd_status make_plan(const bd_plan_request *r, const bd_backend_ops *ops, planned *p,
+                           bd_error *err) {
+    *p = (planned){.ops = ops, .fits = BD_OK};
+    bd_strbuf_init(&p->found.faults, 0);
+    bd_strbuf_init(&p->found.faults_json, 0);
     if (!p->ops)
         return bd_fail(err, BD_E_UNSUPPORTED, "backend", "this program was built without CUDA");
     bd_status s = bd_model_config_read(r->base_dir, &p->config, err);
@@ -207,18 +208,26 @@ static bd_status write_plan(const planned *p, bool json, FILE *out, bd_error *er
     return s;
 }
 
+static void free_plan(planned *p) {
+    bd_strbuf_deinit(&p->found.faults);
+    bd_strbuf_deinit(&p->found.faults_json);
+}
+
 bd_status bd_plan_run(const bd_plan_request *request, FILE *out, bd_error *err) {
-    planned p = {.fits = BD_OK};
-    bd_strbuf_init(&p.found.faults, 0);
-    bd_strbuf_init(&p.found.faults_json, 0);
-    bd_status s = make_plan(request, &p, err);
+    planned p;
+    bd_status s = make_plan(request, bd_backend_table(request->backend), &p, err);
+    /* auto: a backend that can do what is asked for. */
+    if (s == BD_E_UNSUPPORTED && request->backend == BD_BACKEND_AUTO) {
+        free_plan(&p);
+        if (err) bd_error_clear(err);
+        s = make_plan(request, bd_backend_cpu_ops(), &p, err);
+    }
     if (s != BD_OK) {
         if (err && err->status == BD_OK) *err = p.refusal;
     } else if ((s = write_plan(&p, request->json, out, err)) == BD_OK) {
         s = p.fits;
         if (s != BD_OK && err) *err = p.refusal;
     }
-    bd_strbuf_deinit(&p.found.faults);
-    bd_strbuf_deinit(&p.found.faults_json);
+    free_plan(&p);
     return s;
 }

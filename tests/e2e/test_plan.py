@@ -40,6 +40,20 @@ def test_refusal_names_the_sum():
     assert plan("--device-bytes", "30", "--slots", "0", "--base", "/no/such/model", status=1).stderr
 
 
+def test_unknown_memory_is_not_planned_for():
+    """Of a device that does not answer only the least is known: KV of one context, or what was asked for."""
+    done = subprocess.run([BINARY, "plan", *FAMILY, "--backend", "cuda", "--json"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    got = json.loads(done.stdout) if done.returncode == 0 else {}
+    if got.get("available_bytes") != 0:
+        pytest.skip("built without CUDA, or a device answers")
+    assert got["kv_tokens"] == json.loads((ROOT / "demo/zen-mini/config.json").read_text())["max_position_embeddings"]
+    assert 0 < got["total_bytes"] < 1 << 30
+    text = plan("--backend", "cuda").stdout
+    assert f"{got['kv_tokens']} tokens or more" in text and "give --device-bytes" in text
+    assert "or more" not in plan("--backend", "cuda", "--kv-tokens", "4096").stdout
+    assert "or more" not in plan("--backend", "cuda", "--device-bytes", "8GiB").stdout
+
+
 def test_deltas_that_cannot_be_read_are_named(tmp_path):
     for name in ("good", "odd", "worse"):
         (tmp_path / name).mkdir()
