@@ -4,6 +4,7 @@ import ast
 import concurrent.futures
 import json
 import re
+import select
 import socket
 import time
 
@@ -485,21 +486,27 @@ def test_truncated_by_the_context(server):
 def test_priority_orders_the_queue():
     """One at a time: of those that wait the lowest number runs next, and among equals whoever came first."""
     server = start_server("--max-seqs", "1")
+
+    def ask(priority, prompt="x"):
+        body = {"prompt": prompt, "max_tokens": 2000, "ignore_eos": True, "stream": True, "priority": priority}
+        raw = server.connect()
+        raw.sendall(request(body=body))
+        return raw
+
     try:
-        order = []
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            with server.session.post(server.url + "/v1/completions", json={"prompt": ["x"] * 20, "max_tokens": 1900, "ignore_eos": True, "stream": True},
-                                     stream=True, timeout=60) as running:
-                pieces = running.iter_content(1)  # kept, since the connection goes with it
-                next(pieces)
-                asks, before = [], server.metric("vllm:num_requests_waiting")
-                for number, priority in enumerate([3, 0, 7, 0, -2, 3]):
-                    body = {"prompt": "x", "max_tokens": 2, "ignore_eos": True, "priority": priority}
-                    asks.append(pool.submit(lambda body=body, key=(priority, number): (send(server, json.dumps(body)), order.append(key))))
-                    eventually(lambda: server.metric("vllm:num_requests_waiting") - before == number + 1, what="queue")
-            # Its client has left: the others run.
-            for ask in asks:
-                assert ask.result()[0].status_code == 200
+        first, waiting, order = ask(-9, ["x"] * 20), {}, []  # long enough for all to come
+        eventually(lambda: server.metric("vllm:num_requests_waiting") == 19, what="first request")
+        for number, priority in enumerate([3, 0, 7, 0, -2, 3]):
+            waiting[ask(priority)] = (priority, number)
+            eventually(lambda: server.metric("vllm:num_requests_waiting") == 20 + number, what="queue")
+        first.close()
+        heard = dict.fromkeys(waiting, b"")
+        while waiting:  # whoever speaks has the place, and leaves it
+            for raw in select.select(list(waiting), [], [], 60)[0]:
+                heard[raw] += raw.recv(65536)
+                if b"data: {" in heard[raw]:
+                    order.append(waiting.pop(raw))
+                    raw.close()
         assert order == sorted(order)
     finally:
         server.stop()
