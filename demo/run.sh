@@ -62,7 +62,7 @@ done
 text() { python3 -c 'import json,sys; print(json.load(sys.stdin)["choices"][0]["text"])'; }
 complete() { curl -sS --fail-with-body "$url/v1/completions" -H 'Content-Type: application/json' -d "$1"; }
 
-say "curl $url/v1/completions -d '{\"model\":\"zen-mini-coder\",\"prompt\":\"def \",\"max_tokens\":40}'"
+say "curl $url/v1/completions -d '{\"model\":\"zen-mini-coder\",\"prompt\":\"def \",\"max_tokens\":40,\"seed\":1}'"
 complete '{"model":"zen-mini-coder","prompt":"def ","max_tokens":40,"seed":1}'; echo
 
 say "one prompt, four models (greedy)"

@@ -224,7 +224,8 @@ int main(int argc, char **argv) {
         complain(&err);
         /* Before a command is known, `command` is but the first of them. */
         const char *command = bd_command_name(invocation.command);
-        const bool known = argc > 1 && strcmp(argv[1], command) == 0;
+        const bool known =
+            argc > 1 && strcmp(argv[1], command) == 0 && invocation.command != BD_COMMAND_HELP;
         if (invocation.wrong_usage)
             fprintf(stderr, "try: bitdelta help%s%s\n", known ? " " : "", known ? command : "");
         return invocation.wrong_usage ? EXIT_USAGE : exit_of(status);

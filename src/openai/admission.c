@@ -62,7 +62,7 @@ static bool over_limit(const bd_refused *why, bd_api_error *err) {
     static const char *const names[] = {[BD_LIMIT_NONE] = "",
                                         [BD_LIMIT_REQUESTS] = "requests per minute",
                                         [BD_LIMIT_TOKENS] = "tokens per minute",
-                                        [BD_LIMIT_SEQUENCES] = "requests at once"};
+                                        [BD_LIMIT_SEQUENCES] = "sequences at once"};
     const bool full = why->limit == BD_LIMIT_NONE;
     if (full)
         bd_api_fail(err, BD_API_RATE, NULL,

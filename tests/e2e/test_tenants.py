@@ -449,7 +449,7 @@ def test_concurrency(launch, home):
     server = launch("--tenants", str(path))
     first = Long(server, "alpha", n=100)
     assert first.status == 200 and usage(server, "alpha")["sequences_now"] == 100
-    assert limited(ask(server, "alpha"), "requests at once") >= 1
+    assert limited(ask(server, "alpha"), "sequences at once") >= 1
     message = error_of(ask(server, "alpha", n=101), 400, "invalid_value", "n")
     assert "100" in message and "101" in message
     error_of(ask(server, "alpha", [[5]] * 101), 400, "invalid_value", "prompt")

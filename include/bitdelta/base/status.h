@@ -30,7 +30,7 @@ extern "C" {
     X(BD_E_CORRUPT, 503, "checksum mismatch")                                                      \
     X(BD_E_IO, 503, "input/output error")                                                          \
     X(BD_E_MEMORY, 503, "out of memory")                                                           \
-    X(BD_E_VARIANT, 503, "variant unavailable")                                                    \
+    X(BD_E_VARIANT, 503, "its load failed or was stopped by an order to unload it")                \
     X(BD_E_DEVICE, 503, "device lost")                                                             \
     X(BD_E_SHUTDOWN, 503, "shutting down")                                                         \
     X(BD_E_INTERNAL, 500, "internal error")
