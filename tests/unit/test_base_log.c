@@ -6,6 +6,7 @@
 #include <cmocka.h>
 
 #include <fcntl.h>
+#include <poll.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -14,7 +15,7 @@
 
 #include "bitdelta/base/log.h"
 
-enum { THREADS = 4, LINES = 500, PIPE_BYTES = 4096, TEXT_BYTES = 1 << 20 };
+enum { THREADS = 4, LINES = 500, PIPE_BYTES = 4096, TEXT_BYTES = 1 << 22 };
 
 static int g_stderr;
 
@@ -94,33 +95,62 @@ static void test_nobody_reads(void **state) {
     free(text);
 }
 
+typedef struct listener {
+    int from;
+    char *text;
+    size_t bytes;
+} listener;
+
 static void *listen_all(void *arg) {
-    char piece[512];
-    while (read(*(int *)arg, piece, sizeof piece) > 0)
-        continue;
-    return arg;
+    listener *l = arg;
+    ssize_t got;
+    while ((got = read(l->from, l->text + l->bytes, TEXT_BYTES - 1 - l->bytes)) > 0)
+        l->bytes += (size_t)got;
+    l->text[l->bytes] = '\0';
+    return NULL;
 }
 
-/* A reader at work: what arrives is whole lines, and those that do not are counted. */
-static void test_reader_gone(void **state) {
+/* A reader at work while others talk: what arrives is whole lines, those that do not are counted.
+ */
+static void test_slow_reader(void **state) {
     (void)state;
-    int from = begin();
+    listener l = {.from = begin(), .text = calloc(TEXT_BYTES, 1)};
     pthread_t reader;
-    assert_int_equal(fcntl(from, F_SETFL, 0), 0);
-    assert_int_equal(pthread_create(&reader, NULL, listen_all, &from), 0);
+    assert_non_null(l.text);
+    assert_int_equal(fcntl(l.from, F_SETFL, 0), 0);
+    assert_int_equal(pthread_create(&reader, NULL, listen_all, &l), 0);
     say_all();
+    struct pollfd room = {.fd = STDERR_FILENO, .events = POLLOUT};
+    assert_int_equal(poll(&room, 1, -1), 1);
+    bd_log(BD_LOG_INFO, "test", "the last");                     /* with what was lost until now */
     assert_true(dup2(g_stderr, STDERR_FILENO) == STDERR_FILENO); /* the pipe's last writer */
     assert_int_equal(pthread_join(reader, NULL), 0);
+    close(g_stderr), close(l.from);
+    uint64_t lost = 0;
+    for (const char *at = l.text; (at = strstr(at, "mod=log lines=")) != NULL;) {
+        at += strlen("mod=log lines=");
+        lost += strtoull(at, NULL, 10);
+    }
+    assert_int_equal(lines_of(l.text, "the last"), 1);
+    assert_int_equal(lines_of(l.text, "said=") + lost, THREADS * LINES);
+    free(l.text);
+}
+
+static void test_no_stderr(void **state) {
+    (void)state;
+    const int from = begin();
     close(STDERR_FILENO);
-    talk(NULL); /* no stderr at all */
+    talk(NULL);
     end(from);
+    bd_log(BD_LOG_INFO, "test", "there again");
 }
 
 int main(void) {
     alarm(120); /* a log that waits never comes back */
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_nobody_reads),
-        cmocka_unit_test(test_reader_gone),
+        cmocka_unit_test(test_slow_reader),
+        cmocka_unit_test(test_no_stderr),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
