@@ -79,8 +79,9 @@ static bool is_fused_name(const bd_model_config *config, const char *name) {
     for (uint32_t layer = 0; layer < config->layers; layer++) {
         uint32_t first, rows;
         for (uint32_t which = BD_LINEAR_Q; which <= BD_LINEAR_GATE; which += BD_LINEAR_GATE) {
-            snprintf(expected, sizeof expected, "model.layers.%u.%s", layer,
-                     fused_part(config, which, &first, &rows));
+            const char *part = fused_part(config, which, &first, &rows);
+            if (!part) continue;
+            snprintf(expected, sizeof expected, "model.layers.%u.%s", layer, part);
             if (strcmp(name, expected) == 0) return true;
         }
     }
