@@ -15,6 +15,7 @@
 #   goldens        3     the goldens of transformers, bf16 and fp16
 #   attention      3     attention beside PyTorch's
 #   ncu            2     bytes a kernel moves, where the profiler may read the counters
+#   loads          2     deltas into the GPU from host memory, page cache and disk, beside plain copies and reads; what loads cost others
 #   ranks          5     ranks on several GPUs: their sums, and models split over them; with one GPU the ranks share it and NCCL is left out
 #   comm           2     how fast the ranks' sums of a decode step are beside NCCL's; with one GPU it is skipped
 #
@@ -36,8 +37,8 @@
 set -u
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build}
-stages=(tests sanitizers choices linear model serving goldens attention ncu ranks comm)
-programs=(bitdelta bench_gpu_linear bench_gpu_model bench_gpu_attention bench_gpu_comm)
+stages=(tests sanitizers choices linear model serving goldens attention ncu loads ranks comm)
+programs=(bitdelta bench_gpu_linear bench_gpu_model bench_gpu_attention bench_gpu_comm bench_gpu_loads)
 
 if [[ ${1:-} == pack ]]; then
     folder=$(mktemp -d) && mkdir "$folder/tests" || exit 1
@@ -160,6 +161,14 @@ stage_ncu() {
         --metrics dram__bytes_read.sum,dram__bytes_write.sum,gpu__time_duration.sum,sm__throughput.avg.pct_of_peak_sustained_elapsed \
         env BENCH_CHOICES=1 "$build/bench_gpu_linear" 1 8B 16,64,512 1,8
     while read -r line; do say "    $line"; done < <(grep -a dram__bytes_read "$out/ncu.txt" | grep -oE '(decode|lean|prefill|mixed)_kernel[A-Za-z0-9_]*|"[a-zA-Z]*byte","[0-9.,]*"' | paste - - | head -n 30)
+}
+stage_loads() { # about 5 GB on a disk, of which $TMPDIR says where, and 5 GB of memory
+    local disk memory
+    disk=$(mktemp -d) memory=$(mktemp -d -p /dev/shm 2>/dev/null || mktemp -d)
+    keep loads.txt 60 "$build/tests/test_gpu_loads"
+    keep loads.csv 145 "$build/bench_gpu_loads" 8b cuda "$disk" "$memory"
+    rm -rf "$disk" "$memory"
+    while read -r line; do say "    $line"; done < <(grep -av '^t=' "$out/loads.log" | cut -c1-230 | tail -n 24)
 }
 
 # NCCL is taken from where the loader looks, else from PyTorch's packages.
