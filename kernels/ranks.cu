@@ -11,13 +11,14 @@
 //
 // A wait ends at its deadline, or when the host says so: then the rank is lost, this and later turns wait for nobody, their output
 // means nothing, and control[1] tells the host. A block waits for the block of the same index alone, after it has written all that
-// others wait for, and there are few enough that ranks may share a device.
+// others wait for. Where ranks share a device, blocks that wait must leave it multiprocessors with nothing on them: a kernel that
+// divides shared memory differently starts on no other (blocks_max).
 #include "elements.cuh"
 #include "ranks.h"
 
 namespace {
 
-constexpr int THREADS = 512, BLOCKS_MAX = 64;
+constexpr int THREADS = 512;
 constexpr uint32_t FLAG = 0x80000000u, CLEAN = 0x3fffffffu;
 enum { TURNS, DONE, LOST };
 
@@ -231,9 +232,9 @@ __global__ void __launch_bounds__(256) join_logits_kernel(float *whole, const fl
     whole[(size_t)row * total + i] = parts[((size_t)rank * rows + row) * each + i % each];
 }
 
-dim3 grid_for(uint32_t lines) {
-    const uint32_t blocks = (lines + THREADS - 1) / THREADS;
-    return dim3(blocks < BLOCKS_MAX ? blocks : BLOCKS_MAX);
+dim3 grid_for(const k_ranks *ranks, uint32_t lines) {
+    const uint32_t blocks = (lines + THREADS - 1) / THREADS, most = (uint32_t)ranks->blocks_max;
+    return dim3(blocks < most ? blocks : most);
 }
 
 bool fits(const k_ranks *ranks, uint32_t bytes) { return bytes % 2 == 0 && (bytes + 7) / 8 <= ranks->lines_max; }
@@ -245,7 +246,7 @@ extern "C" uint64_t k_ranks_window_bytes(int rank_count, uint32_t lines_max) { r
 extern "C" cudaError_t k_ranks_sum(const k_ranks *ranks, void *data, uint32_t bytes, k_ranks_type type, cudaStream_t stream) {
     if (!bytes) return cudaSuccess;
     if (!fits(ranks, bytes)) return cudaErrorInvalidValue;
-    const dim3 grid = grid_for((bytes + 7) / 8);
+    const dim3 grid = grid_for(ranks, (bytes + 7) / 8);
     uint8_t *at = (uint8_t *)data;
     if (type == K_RANKS_F32) sum_kernel<float><<<grid, THREADS, 0, stream>>>(*ranks, at, bytes);
     else if (type == K_RANKS_BF16) sum_kernel<bf16_type><<<grid, THREADS, 0, stream>>>(*ranks, at, bytes);
@@ -256,7 +257,7 @@ extern "C" cudaError_t k_ranks_sum(const k_ranks *ranks, void *data, uint32_t by
 extern "C" cudaError_t k_ranks_gather(const k_ranks *ranks, const void *send, void *receive, uint32_t bytes, uint64_t stride, cudaStream_t stream) {
     if (!bytes) return cudaSuccess;
     if (!fits(ranks, bytes)) return cudaErrorInvalidValue;
-    gather_kernel<<<grid_for((bytes + 7) / 8), THREADS, 0, stream>>>(*ranks, (const uint8_t *)send, (uint8_t *)receive, bytes, stride);
+    gather_kernel<<<grid_for(ranks, (bytes + 7) / 8), THREADS, 0, stream>>>(*ranks, (const uint8_t *)send, (uint8_t *)receive, bytes, stride);
     return cudaGetLastError();
 }
 
@@ -271,7 +272,7 @@ extern "C" cudaError_t k_ranks_norm(const k_ranks *ranks, const k_norm_args *a, 
     cudaLaunchConfig_t c = {};
     cudaLaunchAttribute at[1];
     at[0].id = cudaLaunchAttributeProgrammaticStreamSerialization, at[0].val.programmaticStreamSerializationAllowed = 1;
-    c.gridDim = dim3((unsigned)(a->rows < BLOCKS_MAX ? a->rows : BLOCKS_MAX)), c.blockDim = dim3(THREADS);
+    c.gridDim = dim3((unsigned)(a->rows < ranks->blocks_max ? a->rows : ranks->blocks_max)), c.blockDim = dim3(THREADS);
     c.dynamicSmemBytes = (size_t)a->width * 4, c.stream = stream, c.attrs = at, c.numAttrs = a->overlap ? 1 : 0;
     void (*const kernel)(k_ranks, k_norm_args) = a->fp16 ? a->proj_half ? sum_norm_kernel<fp16_type, fp16_type> : sum_norm_kernel<fp16_type, float>
                                                : a->proj_half ? sum_norm_kernel<bf16_type, bf16_type> : sum_norm_kernel<bf16_type, float>;

@@ -14,6 +14,7 @@ extern "C" {
 #define K_RANKS_STATE      3     /* words */
 #define K_RANKS_CONTROL    2
 #define K_RANKS_NORM_WIDTH 12000 /* a row in shared memory */
+#define K_RANKS_BLOCKS     64    /* of a call, where no two ranks share a device */
 
 typedef struct k_ranks {
     uint8_t *windows[K_RANKS_MAX]; /* each rank's, which all can write to; zero before the first call */
@@ -22,6 +23,7 @@ typedef struct k_ranks {
     uint64_t wait_ns;
     uint32_t lines_max; /* a call is of at most 8 times as many bytes */
     int32_t rank, rank_count;
+    int32_t blocks_max; /* of a call, the same on all ranks: those of all other ranks of a device must leave it room */
     bool early;         /* no two ranks share a device: the next kernel may take its place while k_ranks_norm waits */
 } k_ranks;
 typedef enum k_ranks_type { K_RANKS_F32, K_RANKS_BF16, K_RANKS_F16 } k_ranks_type;

@@ -16,7 +16,7 @@
 
 typedef struct peer {
     bd_comm *meeting;
-    int device;
+    int device, sm_count;
     uint8_t *window; /* and behind it the state */
     bool usable;     /* the same on all ranks */
     k_ranks ranks;
@@ -89,6 +89,8 @@ static bool window_open(cuda_peers *peers, peer *own) {
     const size_t bytes = window + K_RANKS_STATE * sizeof(unsigned);
     const bool made = cudaMalloc((void **)&own->window, bytes) == cudaSuccess &&
                       cudaMemset(own->window, 0, bytes) == cudaSuccess &&
+                      cudaDeviceGetAttribute(&own->sm_count, cudaDevAttrMultiProcessorCount,
+                                             own->device) == cudaSuccess &&
                       cudaDeviceSynchronize() == cudaSuccess;
     (void)cudaGetLastError(); /* no window is no fault */
     return made;
@@ -106,6 +108,22 @@ static bool reaches(const peer *own, const peer *other) {
     return error == cudaSuccess && can;
 }
 
+/* A rank whose turn has not come must find multiprocessors that no waiting rank is on. The same on
+ * all ranks. */
+static int32_t blocks_max(const cuda_peers *peers) {
+    int most = 1, least_sms = peers->ranks[0].sm_count;
+    for (uint32_t r = 0; r < peers->rank_count; r++) {
+        int here = 0;
+        for (uint32_t other = 0; other < peers->rank_count; other++)
+            here += peers->ranks[other].device == peers->ranks[r].device ? 1 : 0;
+        if (here > most) most = here;
+        if (peers->ranks[r].sm_count < least_sms) least_sms = peers->ranks[r].sm_count;
+    }
+    if (most == 1) return K_RANKS_BLOCKS;
+    const int32_t room = least_sms / 2 / (most - 1);
+    return room < 1 ? 1 : room < K_RANKS_BLOCKS ? room : K_RANKS_BLOCKS;
+}
+
 static void fill(cuda_peers *peers, uint32_t rank) {
     peer *own = &peers->ranks[rank];
     const size_t window = k_ranks_window_bytes((int)peers->rank_count, WINDOW_LINES);
@@ -115,6 +133,7 @@ static void fill(cuda_peers *peers, uint32_t rank) {
                            .lines_max = WINDOW_LINES,
                            .rank = (int32_t)rank,
                            .rank_count = (int32_t)peers->rank_count,
+                           .blocks_max = blocks_max(peers),
                            .early = true};
     for (uint32_t r = 0; r < peers->rank_count; r++) {
         own->ranks.windows[r] = peers->ranks[r].window;
