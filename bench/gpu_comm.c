@@ -6,7 +6,7 @@
  * the backend does on sm_90, before the kernel in front has ended. sum_norm_us: the own kernel's
  * sum, then the norm's kernel. Before a case is timed all ranks must have the same bits from the
  * own kernel, and near those of NCCL. At the end: up to how many bytes the own kernel won in every
- * case, which is what CUDA_OWN_BYTES may be. Exit status 77: fewer than two devices, or no NCCL. */
+ * case, which is what cuda_own_bytes may be. Exit status 77: fewer than two devices, or no NCCL. */
 #include <cuda_runtime_api.h>
 #include <math.h>
 #include <pthread.h>

@@ -71,18 +71,18 @@ static inline const bd_comm_ops *ranks_comm_ops(int kind) {
 static inline bd_status ranks_backend_open(const bd_backend_options *options, bd_backend **out, bd_error *err) {
     bd_backend_options mapped = *options;
     mapped.device_index %= (uint32_t)ranks_devices;
-    return bd_backend_cuda_ranks_ops()->open(&mapped, out, err);
+    return bd_backend_cuda_ops()->open(&mapped, out, err);
 }
 static inline bd_status ranks_backend_plan(const bd_backend_options *options, bd_memory_plan *plan, bd_error *err) {
     bd_backend_options mapped = *options;
     mapped.device_index %= (uint32_t)ranks_devices;
-    return bd_backend_cuda_ranks_ops()->plan(&mapped, plan, err);
+    return bd_backend_cuda_ops()->plan(&mapped, plan, err);
 }
 static inline const bd_backend_ops *ranks_backend_ops(int kind) {
     static bd_backend_ops ops[RANKS_KINDS];
     static const bd_comm_ops *(*const comms[RANKS_KINDS])(void) = {ranks_p2p_ops, bd_comm_nccl_ops, ranks_own_ops};
     if (ops[kind].name) return &ops[kind];
-    ops[kind] = *bd_backend_cuda_ranks_ops();
+    ops[kind] = *bd_backend_cuda_ops();
     ops[kind].comm = comms[kind];
     ops[kind].open = ranks_backend_open;
     ops[kind].plan = ranks_backend_plan;

@@ -1,6 +1,5 @@
 /* test_gpu_tp.c - models split over ranks on the CUDA backend: every operator beside one rank's, goldens of transformers, mixed
- * variants from deltas of one and of eight shards, recorded steps, a rank that fails. The refusal of several ranks is passed by
- * bd_backend_cuda_ranks_ops.
+ * variants from deltas of one and of eight shards, recorded steps, a rank that fails, more ranks than devices.
  *
  * With one device all ranks share it and meet through their own kernels (comm "p2p"); with two or more there are NCCL too, alone and
  * with the own kernels beside it. NCCL must be found: LD_LIBRARY_PATH names the folder of libnccl.so.2 (that of PyTorch's packages
@@ -12,8 +11,7 @@
  *   bench/gpu.sh comm
  *
  * bench/gpu.sh ranks runs test_gpu_repack, test_gpu_ranks and test_gpu_tp, comm runs bench_gpu_comm; what was skipped is named. One
- * alone: LD_LIBRARY_PATH=build/lib build/tests/test_gpu_tp [SEED]. What a run has shown goes into peers.h (CUDA_OWN_BYTES) and
- * cuda_internal.h (CUDA_RANKS_MAX). */
+ * alone: LD_LIBRARY_PATH=build/lib build/tests/test_gpu_tp [SEED]. What comm has shown goes into peers.h (cuda_own_bytes). */
 #include "gpu_ranks.h"
 
 #include <sys/stat.h>
@@ -514,21 +512,25 @@ static void test_a_rank_fails(void **state) {
     }
 }
 
-static void test_refusal(void **state) {
+static void test_more_ranks_than_devices(void **state) {
     (void)state;
     bd_error err = {0};
     bd_model *model;
-    const bd_model_options options = options_of("demo/zen-mini", bd_backend_cuda_ops(), 2, BD_DTYPE_BF16, BD_KERNELS_AUTO);
-    if (CUDA_RANKS_MAX > 1) return;
-    assert_int_equal(bd_model_open(&options, &model, &err), BD_E_UNSUPPORTED);
+    char words[64];
+    uint32_t ranks = 2;
+    while (ranks <= (uint32_t)ranks_devices) ranks *= 2;
+    if (ranks > BD_COMM_RANKS_MAX) return;
+    const bd_model_options options = options_of(base_path("tp-llama"), bd_backend_cuda_ops(), ranks, BD_DTYPE_BF16, BD_KERNELS_AUTO);
+    assert_int_equal(bd_model_open(&options, &model, &err), BD_E_DEVICE);
     assert_string_equal(err.subject, "tensor_parallel");
-    assert_non_null(strstr(err.message, "runs on one GPU, 2 were asked for"));
+    snprintf(words, sizeof words, "%u ranks take a GPU each, %d answer", ranks, ranks_devices);
+    assert_string_equal(err.message, words);
 }
 
 int main(int argc, char **argv) {
     ranks_begin(argc, argv);
     if (!mkdtemp(work_dir)) return 1;
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_refusal), cmocka_unit_test(test_operators), cmocka_unit_test(test_goldens), cmocka_unit_test(test_demo),
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_more_ranks_than_devices), cmocka_unit_test(test_operators), cmocka_unit_test(test_goldens), cmocka_unit_test(test_demo),
                                        cmocka_unit_test(test_a_rank_fails)};
     const int failed = cmocka_run_group_tests(tests, NULL, NULL);
     char command[64];

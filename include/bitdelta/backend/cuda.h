@@ -5,10 +5,7 @@
 #include "bitdelta/backend/backend.h"
 
 const bd_backend_ops *bd_backend_cuda_ops(void);
-/* The same without the refusal of several ranks, for the tests and measurements that must come
- * before it goes. */
-const bd_backend_ops *bd_backend_cuda_ranks_ops(void);
-/* Ranks on several devices, through NCCL; the library is opened by group_create. */
+/* Ranks on as many devices, through NCCL; the library is opened by group_create. */
 const bd_comm_ops *bd_comm_nccl_ops(void);
 /* The same without NCCL, by kernels that write to each other's memory: low latency for little data,
  * slow for much. Ranks may share a device. Sizes and places of data are multiples of 4 bytes (an

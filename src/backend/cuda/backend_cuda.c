@@ -38,28 +38,34 @@ bd_status bd_cuda_probe(char *why, size_t why_bytes) {
     return BD_OK;
 }
 
-/* Two tables, which differ in `supports` alone. */
-#define CUDA_OPS(supports_fn)                                                                      \
-    {                                                                                              \
-        .name = "cuda", .page_align_bytes = 2u << 20, .comm = bd_comm_nccl_ops,                    \
-        .supports = supports_fn, .plan = cuda_plan, .open = cuda_open, .close = cuda_close,        \
-        .weight_put = cuda_weight_put, .rope_table_put = cuda_rope_table_put,                      \
-        .delta_arena = cuda_delta_arena, .plane_bytes = cuda_plane_bytes,                          \
-        .plane_put = cuda_plane_put, .plane_part_put = cuda_plane_part_put,                        \
-        .vector_put = cuda_vector_put, .put_flush = cuda_put_flush, .host_alloc = cuda_host_alloc, \
-        .host_free = cuda_host_free, .step_begin = cuda_step_begin, .embed = cuda_embed,           \
-        .norm_residual = cuda_norm_residual, .linear = cuda_linear,                                \
-        .rope_kv_write = cuda_rope_kv_write, .attention = cuda_attention_run, .head = cuda_head,   \
-        .sample = cuda_sample, .step_wait = cuda_step_wait, .logits_get = cuda_logits_get,         \
-        .record = cuda_record                                                                      \
-    }
-
 const bd_backend_ops *bd_backend_cuda_ops(void) {
-    static const bd_backend_ops ops = CUDA_OPS(cuda_supports);
-    return &ops;
-}
-
-const bd_backend_ops *bd_backend_cuda_ranks_ops(void) {
-    static const bd_backend_ops ops = CUDA_OPS(cuda_supports_ranks);
+    static const bd_backend_ops ops = {.name = "cuda",
+                                       .page_align_bytes = 2u << 20,
+                                       .comm = bd_comm_nccl_ops,
+                                       .supports = cuda_supports,
+                                       .plan = cuda_plan,
+                                       .open = cuda_open,
+                                       .close = cuda_close,
+                                       .weight_put = cuda_weight_put,
+                                       .rope_table_put = cuda_rope_table_put,
+                                       .delta_arena = cuda_delta_arena,
+                                       .plane_bytes = cuda_plane_bytes,
+                                       .plane_put = cuda_plane_put,
+                                       .plane_part_put = cuda_plane_part_put,
+                                       .vector_put = cuda_vector_put,
+                                       .put_flush = cuda_put_flush,
+                                       .host_alloc = cuda_host_alloc,
+                                       .host_free = cuda_host_free,
+                                       .step_begin = cuda_step_begin,
+                                       .embed = cuda_embed,
+                                       .norm_residual = cuda_norm_residual,
+                                       .linear = cuda_linear,
+                                       .rope_kv_write = cuda_rope_kv_write,
+                                       .attention = cuda_attention_run,
+                                       .head = cuda_head,
+                                       .sample = cuda_sample,
+                                       .step_wait = cuda_step_wait,
+                                       .logits_get = cuda_logits_get,
+                                       .record = cuda_record};
     return &ops;
 }

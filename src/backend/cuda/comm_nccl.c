@@ -51,9 +51,15 @@ static void group_destroy(bd_comm_group *group) {
 static bd_status group_create(uint32_t rank_count, uint64_t wait_us_max, bd_comm_group **out,
                               bd_error *err) {
     cuda_peers *peers;
+    int devices = 0;
+    *out = NULL;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess) devices = 0;
+    if ((uint32_t)devices < rank_count)
+        return bd_fail(err, BD_E_DEVICE, "tensor_parallel", "%u ranks take a GPU each, %d answer",
+                       rank_count, devices);
     bd_status s = bd_nccl_group_create(bd_comm_nccl_ops(), rank_count, wait_us_max, out, err);
     if (s != BD_OK) return s;
-    s = cuda_peers_create(rank_count, wait_us_max, CUDA_OWN_BYTES, &peers, err);
+    s = cuda_peers_create(rank_count, wait_us_max, cuda_own_bytes(rank_count), &peers, err);
     (*out)->device = peers;
     if (s == BD_OK) return BD_OK;
     group_destroy(*out);

@@ -19,7 +19,6 @@
 #define CUDA_STAGING_BYTES (8u << 20)
 #define CUDA_CONTEXT_BYTES (512u << 20)  /* left to the CUDA context, code and recorded steps */
 #define CUDA_RANKS_BYTES   (1024u << 20) /* of each of several ranks: left to NCCL and windows */
-#define CUDA_RANKS_MAX     1u            /* until several have run on as many GPUs */
 
 typedef struct cuda_shape { /* element counts derived from the config, one rank */
     uint32_t hidden, layers, ffn, vocab, head_dim, heads, kv_heads, q_width, kv_width;
@@ -151,8 +150,6 @@ bd_status cuda_check(bd_cuda *cuda, cudaError_t error, const char *what, bd_erro
 void cuda_shape_from(const bd_model_config *config, cuda_shape *out);
 bd_status cuda_plan(const bd_backend_options *options, bd_memory_plan *plan, bd_error *err);
 bd_status cuda_supports(const bd_backend_options *options, bd_error *err);
-/* The same for any number of ranks. */
-bd_status cuda_supports_ranks(const bd_backend_options *options, bd_error *err);
 bd_status cuda_open(const bd_backend_options *options, bd_backend **out, bd_error *err);
 void cuda_close(bd_backend *backend);
 bd_status cuda_weight_put(bd_backend *backend, bd_weight_id id, const bd_weight_view *view,

@@ -30,13 +30,6 @@ void cuda_shape_from(const bd_model_config *config, cuda_shape *out) {
 }
 
 bd_status cuda_supports(const bd_backend_options *options, bd_error *err) {
-    if (options->rank_count > CUDA_RANKS_MAX)
-        return bd_fail(err, BD_E_UNSUPPORTED, "tensor_parallel",
-                       "the CUDA backend runs on one GPU, %u were asked for", options->rank_count);
-    return cuda_supports_ranks(options, err);
-}
-
-bd_status cuda_supports_ranks(const bd_backend_options *options, bd_error *err) {
     const bd_model_config *config = options->config;
     if (options->rank_count > BD_COMM_RANKS_MAX || options->rank >= options->rank_count)
         return bd_fail(err, BD_E_UNSUPPORTED, "tensor_parallel",
@@ -245,7 +238,7 @@ static void log_kernels(bd_cuda *cuda) {
 
 bd_status cuda_open(const bd_backend_options *options, bd_backend **out, bd_error *err) {
     *out = NULL;
-    bd_status s = cuda_supports_ranks(options, err);
+    bd_status s = cuda_supports(options, err);
     if (s != BD_OK) return s;
     if (options->rank_count > 1 && !options->comm)
         return bd_fail(err, BD_E_UNSUPPORTED, "tensor_parallel",

@@ -8,10 +8,15 @@
 #include "bitdelta/backend/comm.h"
 #include "ranks.h"
 
-/* Up to so many bytes the ranks' own kernel sums instead of NCCL. 0: never, until it is measured
- * where it wins (bench/gpu_comm.c). */
-#define CUDA_OWN_BYTES    0u
 #define CUDA_WINDOW_BYTES (1u << 20) /* most that one call of the own kernels takes */
+
+/* Up to so many bytes the ranks' own kernel sums instead of NCCL. Two ranks: all that it takes,
+ * where it was the faster in every case on H200s joined by NVLink (bench/gpu_comm.c,
+ * bench/results/gpu_comm_h200.csv). More ranks have not been measured. What a rank is sent grows
+ * with their number, so they have it for what makes that at most half of what was measured. */
+static inline uint32_t cuda_own_bytes(uint32_t rank_count) {
+    return rank_count <= 2 ? CUDA_WINDOW_BYTES : CUDA_WINDOW_BYTES / (rank_count <= 4 ? 8u : 16u);
+}
 
 typedef struct cuda_peers cuda_peers;
 
