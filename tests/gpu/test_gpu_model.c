@@ -1,5 +1,6 @@
 /* test_gpu_model.c - whole steps on the CUDA backend: recorded steps give the bits that launched ones give, whatever else is in
- * the batch; fp16 against bf16 and plain kernels; a kernel that traps takes the device, not the process. */
+ * the batch, and a recording that fails costs nothing but itself; fp16 against bf16 and plain kernels; a kernel that traps takes
+ * the device, not the process. */
 #include "gpu_test.h"
 
 #include "../../src/backend/cuda/cuda_internal.h"
@@ -21,7 +22,14 @@ static void run(gpu_model *m, const bd_step *step, bd_token_result *results) {
     for (uint32_t i = 0; i < step->logits_row_count; i++) assert_int_equal(results[i].fault, 0);
 }
 
-/* Prefill, then decode with and without recordings: same logits and same draws, bit by bit. */
+static double relative_l2_of(const float *got, const float *want, size_t count) {
+    double error = 0, norm = 0;
+    for (size_t i = 0; i < count; i++) error += ((double)got[i] - want[i]) * ((double)got[i] - want[i]), norm += (double)want[i] * want[i];
+    return sqrt(error / norm);
+}
+
+/* Prefill, then decode with and without recordings: same logits and same draws, bit by bit. From 17 rows on a recording, which is of
+ * a bucket's rows, may choose other kernels than a step of its own rows: then within the element type's rounding. */
 static void compare(gpu_model *recorded, gpu_model *launched, uint32_t seqs, uint32_t before, uint32_t variants, bool expect_replay) {
     bd_token_result a[64], b[64];
     gpu_model *both[2] = {recorded, launched};
@@ -36,7 +44,15 @@ static void compare(gpu_model *recorded, gpu_model *launched, uint32_t seqs, uin
     if (replayed != expect_replay) fail_msg("%u sequences, %u variants: replayed %d", seqs, variants, replayed);
     run(launched, &y->step, b);
     float *la = logits_of(recorded, seqs), *lb = logits_of(launched, seqs);
-    if (memcmp(la, lb, (size_t)seqs * recorded->config.vocab * 4)) fail_msg("%u sequences, %u variants: logits differ", seqs, variants);
+    const size_t count = (size_t)seqs * recorded->config.vocab;
+    if (seqs > 16) {
+        const double bound = ((bd_cuda *)recorded->backend)->fp16 ? 3e-3 : 2e-2, error = relative_l2_of(la, lb, count);
+        if (!(error <= bound)) fail_msg("%u sequences, %u variants: logits differ by %.2e, bound %.0e", seqs, variants, error, bound);
+        free(la), free(lb);
+        gpu_batch_free(x), gpu_batch_free(y);
+        return;
+    }
+    if (memcmp(la, lb, count * 4)) fail_msg("%u sequences, %u variants: logits differ", seqs, variants);
     for (uint32_t i = 0; i < seqs; i++) {
         if (a[i].id != b[i].id || a[i].rank != b[i].rank) fail_msg("sequence %u drew %d, not %d", i, a[i].id, b[i].id);
         assert_memory_equal(a[i].top_ids, b[i].top_ids, 5 * sizeof(int32_t));
@@ -67,7 +83,7 @@ static void test_recorded_steps(void **state) {
             gpu_model *recorded = gpu_model_open(s, true), *launched = gpu_model_open(s, false);
             static const uint32_t cases[][3] = {{1, 7, 0}, {1, 100, 1}, {2, 33, 2}, {3, 20, 0}, {5, 9, 3}, {8, 17, 5}, {13, 16, 5}, {16, 31, 1}, {16, 5, 0}};
             for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) compare(recorded, launched, cases[i][0], cases[i][1], cases[i][2], true);
-            if (!plain) compare(recorded, launched, 33, 7, 4, true);
+            if (!plain) compare(recorded, launched, 33, 7, 4, true), compare(recorded, launched, 50, 3, 9, true), compare(recorded, launched, 20, 4, 3, true);
             gpu_model_close(recorded);
             gpu_model_close(launched);
         }
@@ -103,6 +119,53 @@ static void test_precision(void **state) {
     (void)state;
     precision(50);
     precision(20);
+}
+
+/* A step in whose middle something happens that no recording can hold: waiting for the stream that is being recorded. */
+typedef struct spoiler {
+    gpu_model *m;
+    uint32_t after; /* this many steps are left alone */
+    bool says;      /* the step fails too, as an operator would that had seen it; else only the recording's end tells */
+    bool plain;     /* fails before anything is recorded: a step that was to be launched */
+    uint32_t spoilt;
+} spoiler;
+
+static bd_status spoilt_forward(void *ctx, const bd_step *step, bd_error *err) {
+    spoiler *sp = ctx;
+    bd_cuda *cuda = (bd_cuda *)sp->m->backend;
+    bd_status s = gpu_model_forward(sp->m, step, err);
+    if (s != BD_OK || cuda->recording == sp->plain) return s;
+    if (sp->after && sp->after--) return s;
+    sp->spoilt++;
+    if (sp->plain) return bd_fail(err, BD_E_DEVICE, "test", "a step that failed");
+    const cudaError_t error = cudaStreamSynchronize(cuda->stream);
+    if (error == cudaSuccess) fail_msg("a stream that is recorded let itself be waited for");
+    if (sp->says) return cuda_check(cuda, error, "test", err);
+    (void)cudaGetLastError();
+    return BD_OK;
+}
+
+/* A recording that fails, at once or after some that went well, is no fault: steps are launched then, and give what they always do. */
+static void test_failed_recording(void **state) {
+    (void)state;
+    gpu_model *launched = gpu_model_open(small, false);
+    for (uint32_t i = 0; i < 6; i++) {
+        bd_error err = {0};
+        gpu_model *m = gpu_model_open(small, false);
+        bd_cuda *cuda = (bd_cuda *)m->backend;
+        spoiler sp = {.m = m, .after = i % 2 ? 1 + (uint32_t)(test_next() % (i == 5 ? 6 : 20)) : 0, .says = i / 2 == 0, .plain = i / 2 == 2};
+        const bd_status s = m->ops->record(m->backend, spoilt_forward, &sp, &err);
+        if (s != BD_OK) fail_msg("case %u: %s", i, err.message);
+        assert_int_equal(sp.spoilt, 1); /* nothing is recorded after that */
+        assert_null(cuda->graphs);
+        assert_false(atomic_load(&cuda->lost));
+        assert_false(cuda->recording);
+        compare(m, launched, 1, 30, 1, false);
+        compare(m, launched, 5, 9, 3, false);
+        compare(m, launched, 16, 5, 0, false);
+        gpu_model_close(m);
+    }
+    gpu_model_close(launched);
 }
 
 static void test_fp16_refuses_what_it_cannot_hold(void **state) {
@@ -188,7 +251,7 @@ static void test_every_choice(void **state) {
 
 int main(int argc, char **argv) {
     gpu_test_begin(argc, argv);
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_recorded_steps), cmocka_unit_test(test_precision), cmocka_unit_test(test_every_choice), cmocka_unit_test(test_fp16_refuses_what_it_cannot_hold),
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_recorded_steps), cmocka_unit_test(test_failed_recording), cmocka_unit_test(test_precision), cmocka_unit_test(test_every_choice), cmocka_unit_test(test_fp16_refuses_what_it_cannot_hold),
                                        cmocka_unit_test(test_out_of_memory_at_open), cmocka_unit_test(test_a_sticky_fault_is_an_answer)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -143,7 +143,11 @@ static bd_status record_one(bd_cuda *cuda, const blank *b, uint32_t rows, uint32
     cuda_ranks_recording(cuda, false);
     cuda->recording = false;
     const cudaError_t ended = cudaStreamEndCapture(cuda->stream, &graph);
-    if (s == BD_OK) s = cuda_check(cuda, ended, "recording a step", err);
+    /* Of a step that failed the end fails too, and must not be left for the next launch to find. */
+    if (s == BD_OK)
+        s = cuda_check(cuda, ended, "recording a step", err);
+    else
+        (void)cudaGetLastError();
     if (s == BD_OK)
         s = cuda_tables_fill(cuda, &p->step, true, err); /* the operators' marks undone */
     if (s == BD_OK) out->key = cuda_launch_key_of(cuda);
