@@ -14,10 +14,13 @@
 #   serving        4     a server over the demo models: time to first token, between tokens, of a cold variant
 #   goldens        3     the goldens of transformers, bf16 and fp16
 #   attention      3     attention beside PyTorch's
+#   torch          3     the base in PyTorch (transformers, torch.compile) beside whole steps of ours, bf16
 #   ncu            2     bytes a kernel moves, where the profiler may read the counters
 #   loads          2     deltas into the GPU from host memory, page cache and disk, beside plain copies and reads; what loads cost others
 #   ranks          5     ranks on several GPUs: their sums, and models split over them; with one GPU the ranks share it and NCCL is left out
 #   comm           2     how fast the ranks' sums of a decode step are beside NCCL's; with one GPU it is skipped
+#   model_ranks    3     whole steps of models of 8B size, on one GPU and on two, and of 70B size on two: what the sums of the ranks
+#                        take of a step, by NCCL too, and the memory beside the plan's; with one GPU the first alone
 #
 # Environment: BUILD (default build; a build with BD_CUDA=on and BD_BENCH=on), OUT (default bench/results/gpu-<name>), COMMIT
 # (default git's), CHOICES (of lean, mixed, even: the kernels that choices times beside those that are chosen among; default all). A
@@ -33,11 +36,12 @@
 #   4.  tests/data/unpack.sh && bench/gpu.sh linear goldens attention, for tables to be kept
 # and with two GPUs or more (tests/gpu/test_gpu_tp.c says what is looked at):
 #   1.  tests/data/unpack.sh && bench/gpu.sh unpack gpu.tar.xz && bench/gpu.sh ranks comm
+#   2.  bench/gpu.sh model_ranks
 # A kernel that is not chosen yet and was faster is switched on by cuda_fast_choices (src/backend/cuda/fast.c).
 set -u
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build}
-stages=(tests sanitizers choices linear model serving goldens attention ncu loads ranks comm)
+stages=(tests sanitizers choices linear model serving goldens attention torch ncu loads ranks comm model_ranks)
 programs=(bitdelta bench_gpu_linear bench_gpu_model bench_gpu_attention bench_gpu_comm bench_gpu_loads)
 
 if [[ ${1:-} == pack ]]; then
@@ -134,7 +138,18 @@ stage_model() {
     local dtype
     for dtype in bf16 fp16; do keep model.csv 100 "$build/bench_gpu_model" 8b $dtype; done
     keep model.csv 100 "$build/bench_gpu_model" 8b bf16 lean,mixed,even # kernels that are not chosen among yet
-    while read -r line; do say "    $line"; done < <(grep -a '8b,' "$out/model.csv" | cut -c1-120 | head -n 50)
+    steps model.csv
+}
+# steps CSV: a line a step: model/GPUs, what, batch, context, variants: us, tokens/s; of several GPUs how much faster than one, all
+# sums by NCCL, without sums, their share
+steps() {
+    while read -r line; do say "    $line"; done < <(awk -F, '$1 == "decode" || $1 == "sampled" || $1 == "prefill" {
+        key = $1 FS $2 FS $3 FS $5 FS $6 FS $7
+        if ($4 == 1 && !(key in one)) one[key] = $8
+        printf "%s/%s %s %s b%s c%s v%s: %s us %d/s", $2, $4, $3, substr($1, 1, 3), $5, $6, $7, $8, $9
+        if ($4 > 1 && key in one) printf " x%.2f", one[key] / $8
+        if ($12 > 0) printf " nccl %s none %s %.1f%%", $11, $12, 100 * $13
+        print "" }' "$out/$1" | cut -c1-110 | head -n 72)
 }
 stage_serving() {
     keep serving.txt 240 python3 bench/gpu_serving.py "$build/bitdelta"
@@ -153,6 +168,13 @@ stage_attention() {
     else
         keep attention.txt 180 "$build/bench_gpu_attention"
     fi
+}
+stage_torch() { # what PyTorch does not get to within its time is named in torch.log
+    keep torch.csv 60 "$build/bench_gpu_model" 8b bf16
+    python3 -c 'import torch' 2>/dev/null || { say "  skipped: no PyTorch"; return; }
+    keep torch.csv 95 python3 bench/gpu_torch.py --seconds 78
+    while read -r line; do say "    $line"; done < <(grep -aE '^(decode|prefill),' "$out/torch.csv" | cut -c1-90 | head -n 48
+        grep -aE 'skipped|not done|Error|relative L2|^torch|^transformers [0-9]' "$out/torch.log" | cut -c1-200 | head -n 12)
 }
 stage_ncu() {
     local ncu
@@ -189,6 +211,14 @@ stage_comm() {
     find_nccl
     keep comm.csv 150 "$build/bench_gpu_comm"
     while read -r line; do say "    $line"; done < <(grep -av '^# one' "$out/comm.csv" | tail -n 50 | cut -c1-120)
+}
+stage_model_ranks() {
+    find_nccl
+    keep model_ranks.csv 45 "$build/bench_gpu_model" 8b bf16 - 1
+    keep model_ranks.csv 45 "$build/bench_gpu_model" 8b bf16 - 2
+    keep model_ranks.csv 85 "$build/bench_gpu_model" 70b bf16 - 2
+    steps model_ranks.csv
+    while read -r line; do say "    $line"; done < <(grep -a '^# rank 0' "$out/model_ranks.csv" | sed 's/, of which.*//' | cut -c1-200)
 }
 
 (($#)) || set -- "${stages[@]}"
