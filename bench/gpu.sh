@@ -21,6 +21,7 @@
 #   comm           2     how fast the ranks' sums of a decode step are beside NCCL's; with one GPU it is skipped
 #   model_ranks    3     whole steps of models of 8B size, on one GPU and on two, and of 70B size on two: what the sums of the ranks
 #                        take of a step, by NCCL too, and the memory beside the plan's; with one GPU the first alone
+#   serving_ranks  2     a server split over two GPUs beside one GPU and the goldens: tokens of all variants, shards that are missing, ends
 #
 # Environment: BUILD (default build; a build with BD_CUDA=on and BD_BENCH=on), OUT (default bench/results/gpu-<name>), COMMIT
 # (default git's), CHOICES (of lean, mixed, even: the kernels that choices times beside those that are chosen among; default all). A
@@ -37,11 +38,12 @@
 # and with two GPUs or more (tests/gpu/test_gpu_tp.c says what is looked at):
 #   1.  tests/data/unpack.sh && bench/gpu.sh unpack gpu.tar.xz && bench/gpu.sh ranks comm
 #   2.  bench/gpu.sh model_ranks
+#   3.  bench/gpu.sh serving_ranks
 # A kernel that is not chosen yet and was faster is switched on by cuda_fast_choices (src/backend/cuda/fast.c).
 set -u
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build}
-stages=(tests sanitizers choices linear model serving goldens attention torch ncu loads ranks comm model_ranks)
+stages=(tests sanitizers choices linear model serving goldens attention torch ncu loads ranks comm model_ranks serving_ranks)
 programs=(bitdelta bench_gpu_linear bench_gpu_model bench_gpu_attention bench_gpu_comm bench_gpu_loads)
 
 if [[ ${1:-} == pack ]]; then
@@ -219,6 +221,12 @@ stage_model_ranks() {
     keep model_ranks.csv 85 "$build/bench_gpu_model" 70b bf16 - 2
     steps model_ranks.csv
     while read -r line; do say "    $line"; done < <(grep -a '^# rank 0' "$out/model_ranks.csv" | sed 's/, of which.*//' | cut -c1-200)
+}
+stage_serving_ranks() {
+    find_nccl
+    if (($(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l) < 2)); then say "  skipped: one GPU"; return; fi
+    keep serving_ranks.txt 150 python3 tests/gpu/check_ranks.py "$build/bitdelta"
+    while read -r line; do say "    $line"; done < <(grep -av '^#' "$out/serving_ranks.txt" | cut -c1-300 | tail -n 40)
 }
 
 (($#)) || set -- "${stages[@]}"
