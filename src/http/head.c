@@ -83,14 +83,10 @@ void bd_head_request_id(bd_request *request) {
         memcpy(request->id, sent, bytes + 1);
         return;
     }
-    bd_shard *shard = request->shard;
-    if (shard->random_left < ID_BYTES) {
-        bd_openai_random(shard->random, sizeof shard->random);
-        shard->random_left = sizeof shard->random;
-    }
-    shard->random_left -= ID_BYTES;
+    uint8_t random[ID_BYTES];
+    bd_openai_random(random, sizeof random);
     memcpy(request->id, "req-", 4);
-    bd_openai_hex(shard->random + shard->random_left, (size_t)ID_BYTES * 2, request->id + 4);
+    bd_openai_hex(random, sizeof random * 2, request->id + 4);
 }
 
 /* `application/json`, `application/<something>+json`; parameters do not matter. */

@@ -133,9 +133,7 @@ struct bd_shard {
     uint32_t slot_count;
     uint64_t sweep_at_us;
     bd_metric *ok[BD_ROUTE_COUNT]; /* requests answered with 200; NULL: none yet */
-    uint8_t random[256];           /* the last random_left bytes are for ids to come */
-    size_t random_left;
-    uint32_t submitted, unwoken; /* completions of this turn; those bd-sched was not woken for */
+    uint32_t submitted, unwoken;   /* completions of this turn; those bd-sched was not woken for */
     char name[16];
 };
 

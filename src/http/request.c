@@ -5,6 +5,9 @@
 #include "bitdelta/base/clock.h"
 #include "internal.h"
 
+/* Most bodies are small, and come at once: this much malloc has at hand. */
+enum { BODY_BYTES_MIN = 1000 };
+
 bd_request *bd_request_create(bd_shard *shard, const char *path) {
     size_t path_bytes = strlen(path) + 1;
     bd_request *request = malloc(sizeof *request + path_bytes);
@@ -69,7 +72,7 @@ bool bd_request_append_body(bd_request *request, const char *data, size_t bytes)
     bd_http_server *server = request->shard->server;
     size_t need = request->body_bytes + bytes + 1;
     if (need > request->body_cap) {
-        size_t cap = request->body_cap < 4096 ? 4096 : request->body_cap * 2;
+        size_t cap = request->body_cap == 0 ? BODY_BYTES_MIN : request->body_cap * 2;
         if (cap < need) cap = need;
         size_t more = cap - request->body_cap;
         if (atomic_fetch_add(&server->upload_bytes, more) + more >

@@ -83,8 +83,26 @@ void bd_openai_fingerprint(const bd_openai *openai, const bd_served *served, cha
     end_hex(&hash, out + 3, 16);
 }
 
+/* The kernel is asked for the bytes of several ids at once: each call costs as much as making an id
+ * does. No byte is given out twice, and each thread has its own. */
+enum { RANDOM_BYTES = 512 };
+static _Thread_local struct {
+    uint8_t bytes[RANDOM_BYTES]; /* the last `left` are still to be given out */
+    size_t left;
+} unspent;
+
 void bd_openai_random(uint8_t *out, size_t bytes) {
-    if (getrandom(out, bytes, GRND_NONBLOCK) == (ssize_t)bytes) return;
+    BD_ASSERT(bytes <= RANDOM_BYTES);
+    if (unspent.left < bytes) {
+        unspent.left = 0;
+        if (getrandom(unspent.bytes, RANDOM_BYTES, GRND_NONBLOCK) == RANDOM_BYTES)
+            unspent.left = RANDOM_BYTES;
+    }
+    if (unspent.left >= bytes) {
+        unspent.left -= bytes;
+        memcpy(out, unspent.bytes + unspent.left, bytes);
+        return;
+    }
     uint64_t now = bd_now_us(); /* before the pool is filled: still distinct */
     memset(out, 0, bytes);
     memcpy(out, &now, bytes < sizeof now ? bytes : sizeof now);

@@ -5,6 +5,17 @@
 
 #include "completion.h"
 
+/* As printf does, which takes four times as long, for what is in every answer and every event. */
+static void write_number(uint64_t value, bd_strbuf *out) {
+    char digits[20];
+    size_t at = sizeof digits;
+    do {
+        digits[--at] = (char)('0' + value % 10);
+        value /= 10;
+    } while (value > 0);
+    bd_strbuf_append(out, digits + at, sizeof digits - at);
+}
+
 bool bd_completion_write_head(bd_completion *completion) {
     bd_strbuf *head = &completion->head;
     bd_strbuf_puts(head, "{\"id\":\"");
@@ -13,18 +24,24 @@ bool bd_completion_write_head(bd_completion *completion) {
     const char *object = !request->is_chat ? "text_completion"
                          : request->stream ? "chat.completion.chunk"
                                            : "chat.completion";
-    bd_strbuf_printf(head, "\",\"object\":\"%s\",\"created\":%" PRIu64 ",\"model\":", object,
-                     completion->created_s);
+    bd_strbuf_puts(head, "\",\"object\":\"");
+    bd_strbuf_puts(head, object);
+    bd_strbuf_puts(head, "\",\"created\":");
+    write_number(completion->created_s, head);
+    bd_strbuf_puts(head, ",\"model\":");
     bd_strbuf_json_string(head, completion->served->name, strlen(completion->served->name));
     bd_strbuf_puts(head, ",\"choices\":[");
     return !head->failed;
 }
 
 static void write_usage(uint64_t prompt_tokens, uint64_t generated, bd_strbuf *out) {
-    bd_strbuf_printf(out,
-                     "{\"prompt_tokens\":%" PRIu64 ",\"completion_tokens\":%" PRIu64
-                     ",\"total_tokens\":%" PRIu64 "}",
-                     prompt_tokens, generated, prompt_tokens + generated);
+    bd_strbuf_puts(out, "{\"prompt_tokens\":");
+    write_number(prompt_tokens, out);
+    bd_strbuf_puts(out, ",\"completion_tokens\":");
+    write_number(generated, out);
+    bd_strbuf_puts(out, ",\"total_tokens\":");
+    write_number(prompt_tokens + generated, out);
+    bd_strbuf_puts(out, "}");
 }
 
 static void write_finish(const bd_completion *completion, const bd_choice *choice, bd_strbuf *out) {
@@ -32,8 +49,9 @@ static void write_finish(const bd_completion *completion, const bd_choice *choic
         bd_strbuf_puts(out, ",\"finish_reason\":null");
         return;
     }
-    bd_strbuf_printf(out, ",\"finish_reason\":\"%s\",\"stop_reason\":",
-                     choice->finish == BD_FINISH_STOP ? "stop" : "length");
+    bd_strbuf_puts(out, choice->finish == BD_FINISH_STOP
+                            ? ",\"finish_reason\":\"stop\",\"stop_reason\":"
+                            : ",\"finish_reason\":\"length\",\"stop_reason\":");
     if (choice->stop_string >= 0) {
         const bd_text *stop = &completion->stops.strings[choice->stop_string];
         bd_strbuf_json_string(out, stop->data, stop->bytes);
@@ -90,7 +108,8 @@ static void write_choice(const bd_completion *completion, uint32_t index, uint32
     const bd_completion_request *request = &completion->request;
     const bd_choice *choice = &completion->choices[index];
     const bd_prompt_state *prompt = &completion->prompts[index / completion->width];
-    bd_strbuf_printf(out, "{\"index\":%" PRIu32, shown);
+    bd_strbuf_puts(out, "{\"index\":");
+    write_number(shown, out);
     if (request->is_chat) {
         write_message(choice, request->stream, out);
     } else {
@@ -200,5 +219,7 @@ void bd_completion_write_body(bd_completion *completion, bd_strbuf *out) {
     }
     bd_strbuf_puts(out, "],\"usage\":");
     write_usage(completion->prompt_tokens, completion->generated, out);
-    bd_strbuf_printf(out, ",\"system_fingerprint\":\"%s\"}", completion->fingerprint);
+    bd_strbuf_puts(out, ",\"system_fingerprint\":\"");
+    bd_strbuf_puts(out, completion->fingerprint);
+    bd_strbuf_puts(out, "\"}");
 }
