@@ -8,8 +8,10 @@ CPU time is that of all threads of the server's process, as the kernel counts it
 connections is. Both servers get the same requests over the same kept connections, send the same headers and (but for ids, times and
 the first and last event of a stream) the same bytes, run LOOPS threads that poll with epoll and log no requests. The server also has
 bd-sched, through which every request and every token goes; the minimal program answers requests in the handler itself and has
-a thread that keeps time for its streams. Each figure is the median of ROUNDS runs; the two servers take turns, and who begins changes
-with each round."""
+a thread that keeps time for its streams. The same program with `hop` hands each request to one other thread and suspends the connection
+until that thread resumes it, doing nothing else: what any server of this library costs at least whose answers are made elsewhere. (A
+stream's events come from another thread in both.) Each figure is the median of ROUNDS runs; the servers take turns, and who begins
+changes with each round."""
 
 import os
 import platform
@@ -62,8 +64,8 @@ def start_ours(step_us):
     sys.exit("the server did not start")
 
 
-def start_minimal(files, tokens, step_us):
-    process = subprocess.Popen([BUILD / "bench_minimal_mhd", *files, str(tokens), str(step_us), LOOPS], stdout=subprocess.PIPE, text=True)
+def start_minimal(files, tokens, step_us, *hop):
+    process = subprocess.Popen([BUILD / "bench_minimal_mhd", *files, str(tokens), str(step_us), LOOPS, *hop], stdout=subprocess.PIPE, text=True)
     return process, int(process.stdout.readline())
 
 
@@ -128,7 +130,7 @@ def main():
     print(f"machine: {model.group(1) if model else platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}, client on the same cores")
     print(f"commit: {commit}, {time.strftime('%Y-%m-%d')}")
     print(f"CPU microseconds, median of {ROUNDS} (least .. most)\n")
-    print(f"{'connections':>11} {'per':>8} {'ours':>24} {'minimal':>24} {'ratio':>6} {'bytes':>6}")
+    print(f"{'connections':>11} {'per':>8} {'ours':>24} {'minimal':>24} {'ratio':>6} {'minimal with hop':>24} {'ratio':>6} {'bytes':>6}")
     worst = 0
     with tempfile.TemporaryDirectory() as scratch:
         files = [Path(scratch) / name for name in ("reply", "event", "done")]
@@ -143,9 +145,10 @@ def main():
                 stream = per == "token"
                 data, end = request(stream, tokens if stream else 1), b"0\r\n\r\n" if stream else files[0].read_bytes()[-20:]
                 count, units = (1, connections * tokens) if stream else (each, connections * each)
-                results, got = {"ours": [], "minimal": []}, {}
                 begin = {"ours": lambda: start_ours(step_us if stream else 0),
-                         "minimal": lambda: start_minimal(files, tokens, step_us if stream else 0)}
+                         "minimal": lambda: start_minimal(files, tokens, step_us if stream else 0),
+                         "hop": lambda: start_minimal(files, tokens, step_us if stream else 0, "hop")}
+                results, got = {name: [] for name in begin}, {}
                 for n in range(ROUNDS):
                     for name in list(begin)[::-1 if n % 2 else 1]:
                         process, port = begin[name]()
@@ -155,9 +158,10 @@ def main():
                         process.wait()
                 middle = {name: statistics.median(values) for name, values in results.items()}
                 cells = [f"{middle[name]:.1f} ({min(v):.1f} .. {max(v):.1f})" for name, v in results.items()]
-                ratio = middle["ours"] / middle["minimal"]
+                ratio, over_hop = middle["ours"] / middle["minimal"], middle["ours"] / middle["hop"]
                 worst = max(worst, ratio)
-                print(f"{connections:>11} {per:>8} {cells[0]:>24} {cells[1]:>24} {ratio:>6.2f} {got['ours'] / got['minimal']:>6.3f}", flush=True)
+                print(f"{connections:>11} {per:>8} {cells[0]:>24} {cells[1]:>24} {ratio:>6.2f} {cells[2]:>24} {over_hop:>6.2f} "
+                      f"{got['ours'] / got['minimal']:>6.3f}", flush=True)
     print("\nbytes: those that the client got of the server, over those of the minimal program")
     print(f"the largest ratio is {worst:.2f}; the aim is 2")
 

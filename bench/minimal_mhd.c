@@ -1,8 +1,12 @@
 /* minimal_mhd.c - the least program over libmicrohttpd that sends given bytes, to compare the
  * server's own cost with: no JSON, no tokens, no limits. A body with "stream":true gets EVENT
  * TOKENS times, one each STEP_US microseconds, then DONE; any other gets REPLY at once.
- *   bench_minimal_mhd REPLY_FILE EVENT_FILE DONE_FILE TOKENS STEP_US LOOPS    prints its port
- * Threads: LOOPS of the library's, and main, which keeps time (STEP_US 0: it sleeps). */
+ *   bench_minimal_mhd REPLY_FILE EVENT_FILE DONE_FILE TOKENS STEP_US LOOPS [hop]    prints its port
+ * With `hop` the handler answers nothing itself, as no server can whose answers are made by another
+ * thread: it suspends the connection and hands the request over, that thread takes all there are
+ * and resumes each, and the handler, called again, answers.
+ * Threads: LOOPS of the library's, main, which keeps time (STEP_US 0: it sleeps), and with `hop`
+ * the one that resumes. */
 #include <errno.h>
 #include <microhttpd.h>
 #include <netinet/in.h>
@@ -22,12 +26,14 @@ typedef struct text {
 } text;
 
 typedef struct exchange {
+    struct exchange *next; /* in handed_over, guarded by hop_lock */
     struct MHD_Connection *connection;
     char body[1024];
     size_t body_bytes;
     pthread_mutex_t lock;
     unsigned due, sent; /* guarded by lock, as is suspended */
     bool listed, suspended;
+    bool resumed; /* by the other thread; the library's lock orders it before the next call */
 } exchange;
 
 static text reply, event, done;
@@ -35,6 +41,10 @@ static unsigned tokens;
 static pthread_mutex_t list_lock = PTHREAD_MUTEX_INITIALIZER;
 static exchange *streams[STREAMS_MAX];
 static size_t stream_count;
+static bool hops;
+static pthread_mutex_t hop_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t hop_ready = PTHREAD_COND_INITIALIZER;
+static exchange *handed_over;
 
 static bool read_text(const char *path, text *out) {
     FILE *file = fopen(path, "rb");
@@ -95,6 +105,37 @@ static enum MHD_Result answer(exchange *x, struct MHD_Connection *connection) {
     return result;
 }
 
+/* Only the first of a list wakes the other thread: it takes the whole list. */
+static void hand_over(exchange *x, struct MHD_Connection *connection) {
+    x->connection = connection;
+    MHD_suspend_connection(connection);
+    pthread_mutex_lock(&hop_lock);
+    bool first = handed_over == NULL;
+    x->next = handed_over;
+    handed_over = x;
+    pthread_mutex_unlock(&hop_lock);
+    if (first) pthread_cond_signal(&hop_ready);
+}
+
+static void *resume_all(void *arg) {
+    (void)arg;
+    for (;;) {
+        pthread_mutex_lock(&hop_lock);
+        while (!handed_over)
+            pthread_cond_wait(&hop_ready, &hop_lock);
+        exchange *x = handed_over;
+        handed_over = NULL;
+        pthread_mutex_unlock(&hop_lock);
+        while (x) {
+            exchange *next = x->next; /* the exchange may be gone once it is resumed */
+            x->resumed = true;
+            MHD_resume_connection(x->connection);
+            x = next;
+        }
+    }
+    return NULL;
+}
+
 /* NOLINTNEXTLINE(readability-function-size): the parameters are the library's */
 static enum MHD_Result handle(void *cls, struct MHD_Connection *connection, const char *url,
                               const char *method, const char *version, const char *upload,
@@ -106,6 +147,10 @@ static enum MHD_Result handle(void *cls, struct MHD_Connection *connection, cons
         if (!x) return MHD_NO;
         pthread_mutex_init(&x->lock, NULL);
         *req_cls = x;
+        return MHD_YES;
+    }
+    if (*upload_bytes == 0 && hops && !x->resumed) {
+        hand_over(x, connection);
         return MHD_YES;
     }
     if (*upload_bytes == 0) return answer(x, connection);
@@ -149,15 +194,18 @@ static void tick(void) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 7 || !read_text(argv[1], &reply) || !read_text(argv[2], &event) ||
+    if (argc < 7 || argc > 8 || !read_text(argv[1], &reply) || !read_text(argv[2], &event) ||
         !read_text(argv[3], &done)) {
-        fprintf(stderr, "usage: %s REPLY_FILE EVENT_FILE DONE_FILE TOKENS STEP_US LOOPS\n",
+        fprintf(stderr, "usage: %s REPLY_FILE EVENT_FILE DONE_FILE TOKENS STEP_US LOOPS [hop]\n",
                 argv[0]);
         return 2;
     }
     tokens = (unsigned)strtoul(argv[4], NULL, 10);
     long step_us = strtol(argv[5], NULL, 10);
     unsigned loops = (unsigned)strtoul(argv[6], NULL, 10);
+    hops = argc == 8 && strcmp(argv[7], "hop") == 0;
+    pthread_t resumer;
+    if (hops && pthread_create(&resumer, NULL, resume_all, NULL) != 0) return 1;
     struct sockaddr_in loopback = {.sin_family = AF_INET,
                                    .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     struct MHD_Daemon *daemon = MHD_start_daemon(
