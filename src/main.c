@@ -22,11 +22,12 @@ static int exit_of(bd_status status) {
     return status == BD_OK ? EXIT_DONE : status == BD_E_INTERNAL ? EXIT_INTERNAL : EXIT_INPUT;
 }
 
-/* A number of ranks that the model cannot be split over is wrong usage; serve says so itself, since
- * there a file may be at fault. */
-static bool wrong_ranks(int code, const bd_error *err) {
-    return code == EXIT_INPUT && err->status == BD_E_UNSUPPORTED &&
-           strcmp(err->subject, "tensor_parallel") == 0;
+/* A number of ranks or shards that the model cannot be split over is wrong usage; serve says so
+ * itself, since there a file may be at fault. */
+static bool wrong_split(int code, const bd_error *err) {
+    bool ranks = err->status == BD_E_UNSUPPORTED && strcmp(err->subject, "tensor_parallel") == 0;
+    bool shards = err->status == BD_E_ARGUMENT && strcmp(err->subject, "shards") == 0;
+    return code == EXIT_INPUT && (ranks || shards);
 }
 
 /* Log lines count from the boot of the machine; this one says when that was. */
@@ -231,7 +232,7 @@ int main(int argc, char **argv) {
         return invocation.wrong_usage ? EXIT_USAGE : exit_of(status);
     }
     int code = run(&invocation, &err);
-    if (invocation.command != BD_COMMAND_SERVE && wrong_ranks(code, &err)) code = EXIT_USAGE;
+    if (invocation.command != BD_COMMAND_SERVE && wrong_split(code, &err)) code = EXIT_USAGE;
     if (code != EXIT_DONE) complain(&err);
     bd_invocation_deinit(&invocation);
     /* Output that could not be written (a full disk, a closed pipe) is not success. */

@@ -65,7 +65,7 @@ build_arm64() {
     local dir=$1 launcher="" targets
     command -v ccache >/dev/null && launcher="-DCMAKE_C_COMPILER_LAUNCHER=ccache"
     targets=$(ls tests/unit/test_*.c | sed -nE "s,.*/(test_($arm64_rooms)(_.*)?)\.c,\1,p")
-    cmake -G Ninja -S . -B "$dir" --toolchain tests/arm64.cmake $launcher -DBD_CUDA=off -DCMAKE_C_FLAGS_RELWITHDEBINFO=-O1 >/dev/null &&
+    cmake -G Ninja -S . -B "$dir" --toolchain tests/arm64.cmake $launcher -DBD_WERROR=ON -DBD_CUDA=off -DCMAKE_C_FLAGS_RELWITHDEBINFO=-O1 >/dev/null &&
         ninja -C "$dir" -j "$jobs" --quiet bitdelta $targets
 }
 
@@ -96,7 +96,7 @@ find_nvcc() {
 build_tree() {
     local dir=$1 launcher=""; shift
     command -v ccache >/dev/null && launcher="-DCMAKE_C_COMPILER_LAUNCHER=ccache -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache"
-    cmake -G Ninja -S . -B "$dir" $launcher "$@" >/dev/null && ninja -C "$dir" -j "$jobs" --quiet
+    cmake -G Ninja -S . -B "$dir" $launcher -DBD_WERROR=ON "$@" >/dev/null && ninja -C "$dir" -j "$jobs" --quiet
 }
 
 # check NAME command...: one test of its own, recorded as a JUnit file.

@@ -36,7 +36,7 @@ static bd_status part_of(const bd_compress_plan *plan, const bd_compress_item *i
                          bd_delta_part *part, bd_error *err) {
     if (bd_delta_part_of(item->name, item->base.shape, shard, plan->shards, plan->kv_parts, part))
         return BD_OK;
-    return bd_fail(err, BD_E_ARGUMENT, item->name,
+    return bd_fail(err, BD_E_ARGUMENT, "shards",
                    "--shards %u: tensor \"%s\" [%llu, %llu] cannot be cut evenly", plan->shards,
                    item->name, (unsigned long long)item->base.shape[0],
                    (unsigned long long)item->base.shape[1]);

@@ -100,7 +100,7 @@ static bd_status find_heads(run *r, bd_error *err) {
     if (status != BD_OK) return status;
     if (!r->request->base_dir && !bd_file_exists(path))
         return bd_fail(
-            err, BD_E_ARGUMENT, "base",
+            err, BD_E_ARGUMENT, "shards",
             "--shards %u of a delta of %u needs --base DIR, whose config.json says where "
             "heads end",
             shards, r->delta.shard_count);
@@ -192,7 +192,7 @@ static bd_delta_cut cut_of(const run *r, uint32_t shard, uint32_t shards) {
 }
 
 static bd_status not_cut(const run *r, const part_of_entry *t, bd_error *err) {
-    return bd_fail(err, BD_E_ARGUMENT, t->name,
+    return bd_fail(err, BD_E_ARGUMENT, "shards",
                    "--shards %u: tensor \"%s\" of a weight [%llu, %llu] cannot be cut evenly from "
                    "%u shards",
                    r->request->shards, t->name, (unsigned long long)t->entry->shape[0],

@@ -107,17 +107,17 @@ def test_what_cannot_be_cut(tmp_path):
     config = json.loads((base / "config.json").read_text())
     compress(base, tuned, tmp_path / "one")
     compress(base, tuned, tmp_path / "two", "--shards", 2)
-    assert "needs --base DIR" in reshard(tmp_path / "two", tmp_path / "x", 4, status=1).stderr
+    assert "needs --base DIR" in reshard(tmp_path / "two", tmp_path / "x", 4, status=2).stderr
     assert "1, 2, 4 or 8" in reshard(tmp_path / "two", tmp_path / "x", 3, status=2).stderr
 
-    def told(**changes):
+    def told(status=1, **changes):
         (tmp_path / "odd").mkdir(exist_ok=True)
         (tmp_path / "odd" / "config.json").write_text(json.dumps(config | changes))
-        return reshard(tmp_path / "one", tmp_path / "x", 8, "--base", tmp_path / "odd", status=1).stderr
+        return reshard(tmp_path / "one", tmp_path / "x", 8, "--base", tmp_path / "odd", status=status).stderr
 
     width = config["num_attention_heads"] * config["head_dim"]
     assert "--shards 8: num_attention_heads of the base is 4, not a multiple of 8" in \
-        told(num_attention_heads=4, num_key_value_heads=4, head_dim=width // 4)             # the same products
+        told(2, num_attention_heads=4, num_key_value_heads=4, head_dim=width // 4)          # the same products
     assert f"q_proj.weight has {width} rows, by config.json it would be {2 * width}" in \
         told(num_attention_heads=2 * config["num_attention_heads"])
     assert "gate_proj.weight has" in told(intermediate_size=config["intermediate_size"] + 8)
@@ -125,13 +125,13 @@ def test_what_cannot_be_cut(tmp_path):
 
 
 def test_heads_that_do_not_divide(tmp_path):
-    """The demo: the message has the arithmetic."""
+    """The demo: the message has the arithmetic, and the status is that of a number of ranks that does not fit."""
     delta, base = ROOT / "demo" / "deltas" / "zen-mini-shell", ROOT / "demo" / "zen-mini"
     config = json.loads((base / "config.json").read_text())
     heads, bad = config["num_attention_heads"], 8
     assert heads % bad
     assert f"--shards {bad}: num_attention_heads of the base is {heads}, not a multiple of {bad}" in \
-        reshard(delta, tmp_path / "x", bad, "--base", base, status=1).stderr
+        reshard(delta, tmp_path / "x", bad, "--base", base, status=2).stderr
 
 
 def test_an_output_that_exists(tmp_path):
