@@ -211,8 +211,10 @@ static double load(bench *b, bd_loader *loader, const bd_delta *delta, bd_load_h
 static void open_copy(bench *b) {
     bd_error err = {0};
     const uint64_t from = bd_now_us();
-    const bd_host_options options = {.bytes = b->bytes + (64u << 20),
-                                     .memory = {.ctx = b, .alloc = host_alloc, .free = host_free}};
+    const bd_host_options options = {
+        .bytes = b->bytes + (64u << 20),
+        .block_bytes = bd_host_block_bytes(bd_model_page_bytes(b->model), b->bytes),
+        .memory = {.ctx = b, .alloc = host_alloc, .free = host_free}};
     MUST(bd_host_tier_create(&options, &b->tier, &err));
     while (bd_host_tier_total_bytes(b->tier) < b->bytes) {
         lab_sleep_us(1000);

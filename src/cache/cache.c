@@ -47,7 +47,10 @@ bd_status bd_cache_create_with(const bd_cache_options *options, const bd_cache_s
         goto fail_lists;
     }
     if (options->host_bytes > 0) {
-        const bd_host_options host = {.bytes = options->host_bytes, .memory = source->host_memory};
+        const bd_host_options host = {
+            .bytes = options->host_bytes,
+            .block_bytes = bd_host_block_bytes(source->page_bytes, options->host_bytes),
+            .memory = source->host_memory};
         status = bd_host_tier_create(&host, &cache->host, err);
         if (status != BD_OK) goto fail_lists;
     }

@@ -13,8 +13,9 @@
 
 #include "bitdelta/base/log.h"
 
-#define BLOCK_BYTES UINT64_C(262144)
-#define STEP_BYTES  (UINT64_C(1) << 30)
+#define BLOCK_BYTES     UINT64_C(262144)
+#define BLOCK_BYTES_MAX (UINT64_C(4) << 20)
+#define STEP_BYTES      (UINT64_C(1) << 30)
 
 typedef struct host_step {
     uint8_t *memory;
@@ -65,6 +66,13 @@ static void *get_steps(void *arg) {
     return NULL;
 }
 
+uint64_t bd_host_block_bytes(uint64_t page_bytes, uint64_t host_bytes) {
+    uint64_t bytes = BLOCK_BYTES;
+    while (bytes < BLOCK_BYTES_MAX && 2 * bytes <= page_bytes / 4 && 2 * bytes <= host_bytes)
+        bytes *= 2;
+    return bytes;
+}
+
 static void fill_defaults(bd_host_options *options) {
     if (options->block_bytes == 0) options->block_bytes = BLOCK_BYTES;
     if (options->step_bytes == 0) options->step_bytes = STEP_BYTES;
@@ -84,11 +92,12 @@ bd_status bd_host_tier_create(const bd_host_options *options, bd_host_tier **out
     const uint64_t step = tier->options.step_bytes;
     const uint64_t steps = tier->options.bytes / step + (tier->options.bytes % step != 0);
     if (blocks == 0 || blocks > UINT32_MAX) {
+        bd_fail(err, BD_E_ARGUMENT, "cache.host_bytes",
+                "%" PRIu64 " bytes of host memory are not between one and 2^32 blocks of %" PRIu64
+                " bytes",
+                options->bytes, tier->options.block_bytes);
         free(tier);
-        return bd_fail(err, BD_E_ARGUMENT, "cache.host_bytes",
-                       "%" PRIu64 " bytes of host memory are not between one and 2^32 blocks of "
-                       "%" PRIu64 " bytes",
-                       options->bytes, BLOCK_BYTES);
+        return BD_E_ARGUMENT;
     }
     const long pages = sysconf(_SC_PHYS_PAGES), page_bytes = sysconf(_SC_PAGESIZE);
     const uint64_t machine = pages > 0 ? (uint64_t)pages * (uint64_t)page_bytes : UINT64_MAX;

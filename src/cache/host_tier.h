@@ -21,6 +21,10 @@ typedef struct bd_host_options {
     bd_host_memory memory;
 } bd_host_options;
 
+/* For deltas in pages of this size: large, so that a device gets few long copies, but small beside
+ * a delta, whose last block is in part empty. */
+uint64_t bd_host_block_bytes(uint64_t page_bytes, uint64_t host_bytes);
+
 BD_MUST_CHECK bd_status bd_host_tier_create(const bd_host_options *options, bd_host_tier **out,
                                             bd_error *err);
 void bd_host_tier_destroy(bd_host_tier *tier); /* every entry is back; NULL is fine */

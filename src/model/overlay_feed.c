@@ -9,7 +9,7 @@
 #include "internal.h"
 #include "overlay_internal.h"
 
-enum { FLOATS_AT_ONCE = 1024 };
+enum { FLOATS_AT_ONCE = 4096 };
 
 struct bd_overlay_feed {
     bd_model *model;
@@ -18,8 +18,11 @@ struct bd_overlay_feed {
     uint32_t at;         /* piece being filled */
     uint64_t done_bytes; /* of it, carry included */
     uint32_t carry_bytes;
-    uint8_t *carry; /* a row or value whose end has not come yet */
-    uint32_t *left; /* [ready_count] pieces not complete */
+    uint8_t *carry;    /* a row or value whose end has not come yet */
+    uint32_t *left;    /* [ready_count] pieces not complete */
+    bool brought;      /* the backend copies what is being fed by itself, and puts are marked */
+    uint64_t *marks;   /* [ready_count] of those in [ready, complete) */
+    uint32_t complete; /* put, but not yet known to be visible */
     uint32_t ready;
 };
 
@@ -35,18 +38,31 @@ bd_status bd_overlay_feed_create(bd_model *model, const bd_overlay_plan *plan, v
         if (unit_bytes(&plan->pieces[i]) > unit_max) unit_max = unit_bytes(&plan->pieces[i]);
     }
     bd_overlay_feed *feed =
-        calloc(1, sizeof *feed + plan->ready_count * sizeof *feed->left + unit_max);
+        calloc(1, sizeof *feed + plan->ready_count * (sizeof *feed->marks + sizeof *feed->left) +
+                      unit_max);
     if (!feed) return bd_fail(err, BD_E_MEMORY, NULL, "no memory to load a delta");
     feed->model = model;
     feed->plan = plan;
     feed->pages = pages;
-    feed->left = (uint32_t *)(feed + 1);
+    feed->marks = (uint64_t *)(feed + 1);
+    feed->left = (uint32_t *)(feed->marks + plan->ready_count);
     feed->carry = (uint8_t *)(feed->left + plan->ready_count);
     for (uint32_t i = 0; i < plan->piece_count; i++)
         feed->left[plan->pieces[i].ready_index]++;
     while (feed->ready < plan->ready_count && feed->left[feed->ready] == 0)
         feed->ready++;
+    feed->complete = feed->ready;
     *out = feed;
+    return BD_OK;
+}
+
+static bd_status check_finite(const bd_overlay_piece *piece, uint64_t first, const float *values,
+                              uint64_t count, bd_error *err) {
+    for (uint64_t i = 0; i < count; i++) {
+        if (isfinite(values[i])) continue;
+        return bd_fail(err, BD_E_FORMAT, piece->tensor, "value %llu of %s is not finite",
+                       (unsigned long long)(first + i), piece->tensor);
+    }
     return BD_OK;
 }
 
@@ -55,6 +71,13 @@ static bd_status put_floats(bd_overlay_feed *feed, const bd_overlay_piece *piece
                             const uint8_t *data, uint64_t count, bd_error *err) {
     const bd_backend_ops *ops = feed->model->ops;
     uint8_t *dst = (uint8_t *)feed->pages[piece->page] + piece->page_offset_bytes;
+    if (piece->dtype == BD_DTYPE_F32 && (uintptr_t)data % _Alignof(float) == 0) {
+        const float *as_they_are = (const float *)(const void *)data;
+        const bd_status s = check_finite(piece, first, as_they_are, count, err);
+        return s == BD_OK ? ops->vector_put(feed->model->backend, dst, piece->first_row + first,
+                                            as_they_are, count, err)
+                          : s;
+    }
     float values[FLOATS_AT_ONCE];
     const bd_tensor source = {.dtype = piece->dtype,
                               .rank = 1,
@@ -64,14 +87,10 @@ static bd_status put_floats(bd_overlay_feed *feed, const bd_overlay_piece *piece
     for (uint64_t at = 0; at < count;) {
         const uint64_t n = count - at < FLOATS_AT_ONCE ? count - at : FLOATS_AT_ONCE;
         bd_tensor_to_f32(&source, at, n, values);
-        for (uint64_t i = 0; i < n; i++) {
-            if (!isfinite(values[i])) {
-                return bd_fail(err, BD_E_FORMAT, piece->tensor, "value %llu of %s is not finite",
-                               (unsigned long long)(first + at + i), piece->tensor);
-            }
-        }
-        const bd_status s = ops->vector_put(feed->model->backend, dst,
-                                            piece->first_row + first + at, values, n, err);
+        bd_status s = check_finite(piece, first + at, values, n, err);
+        if (s == BD_OK)
+            s = ops->vector_put(feed->model->backend, dst, piece->first_row + first + at, values, n,
+                                err);
         if (s != BD_OK) return s;
         at += n;
     }
@@ -139,23 +158,48 @@ static bd_status put_bytes(bd_overlay_feed *feed, const bd_overlay_piece *piece,
     return BD_OK;
 }
 
+/* What is complete becomes ready: at once by waiting, which at the feed's end must be and is cheap
+ * where bytes come slowly; else as marks are reached, so that uploads need not pause. */
 static bd_status finish_piece(bd_overlay_feed *feed, const bd_overlay_piece *piece, bd_error *err) {
     const bd_backend_ops *ops = feed->model->ops;
+    bd_status s = BD_OK;
+    uint64_t mark = 0;
     BD_ASSERT(feed->carry_bytes == 0 && feed->left[piece->ready_index] > 0);
     feed->at++;
     feed->done_bytes = 0;
-    if (--feed->left[piece->ready_index] > 0 || piece->ready_index != feed->ready) return BD_OK;
-    if (ops->put_flush) {
-        const bd_status s = ops->put_flush(feed->model->backend, err);
-        if (s != BD_OK) return s;
-    }
-    while (feed->ready < feed->plan->ready_count && feed->left[feed->ready] == 0)
-        feed->ready++;
+    if (--feed->left[piece->ready_index] > 0 || piece->ready_index != feed->complete) return BD_OK;
+    const bool later = feed->brought && feed->at < feed->plan->piece_count;
+    if (later)
+        s = ops->put_mark(feed->model->backend, &mark, err);
+    else if (ops->put_flush)
+        s = ops->put_flush(feed->model->backend, err);
+    if (s != BD_OK) return s;
+    while (feed->complete < feed->plan->ready_count && feed->left[feed->complete] == 0)
+        feed->marks[feed->complete++] = mark;
+    if (!later) feed->ready = feed->complete;
     return BD_OK;
+}
+
+static bd_status look_at_marks(bd_overlay_feed *feed, bd_error *err) {
+    bd_status s = BD_OK;
+    bool reached = true;
+    while (s == BD_OK && reached && feed->ready < feed->complete) {
+        s = feed->model->ops->put_reached(feed->model->backend, feed->marks[feed->ready], &reached,
+                                          err);
+        if (s == BD_OK && reached) feed->ready++;
+    }
+    return s;
 }
 
 bd_status bd_overlay_feed_bytes(bd_overlay_feed *feed, uint32_t file_index, uint64_t from,
                                 const uint8_t *data, uint64_t bytes, bd_error *err) {
+    const bd_backend_ops *ops = feed->model->ops;
+    feed->brought = false;
+    if (ops->bring) {
+        bd_status s = ops->bring(feed->model->backend, data, bytes, &feed->brought, err);
+        if (s == BD_OK) s = look_at_marks(feed, err);
+        if (s != BD_OK) return s;
+    }
     while (feed->at < feed->plan->piece_count) {
         const bd_overlay_piece *piece = &feed->plan->pieces[feed->at];
         const uint64_t start = piece->offset_bytes + feed->done_bytes,

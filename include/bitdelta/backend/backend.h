@@ -7,6 +7,7 @@
 #ifndef BITDELTA_BACKEND_BACKEND_H
 #define BITDELTA_BACKEND_BACKEND_H
 
+#include <stdbool.h>
 #include <stddef.h>
 
 #include "bitdelta/backend/comm.h"
@@ -138,6 +139,15 @@ typedef struct bd_backend_ops {
                             uint64_t count, bd_error *err);
     /* optional: wait for earlier puts to be visible */
     bd_status (*put_flush)(bd_backend *backend, bd_error *err);
+    /* Optional, all three or none, for sources in memory of host_alloc. bring: the puts up to the
+     * next bring, or put_flush, take their sources from these bytes, which are copied at once and
+     * not put by put. *brought: so it is, and the bytes must stay as they are until the next call
+     * of bring or of put_flush has returned; else puts go as they always do. */
+    bd_status (*bring)(bd_backend *backend, const void *data, uint64_t bytes, bool *brought,
+                       bd_error *err);
+    /* Instead of waiting: *mark stands for all earlier puts; *reached: they are visible. */
+    bd_status (*put_mark)(bd_backend *backend, uint64_t *mark, bd_error *err);
+    bd_status (*put_reached)(bd_backend *backend, uint64_t mark, bool *reached, bd_error *err);
 
     /* Optional: host memory that uploads best come from (page-locked), for deltas kept beside the
      * device; slow, so from a thread of its own. NULL from alloc: not to be had. NULL members:

@@ -75,7 +75,9 @@ void *bd_overlay_page_on(bd_model *model, uint32_t rank, void *page);
 
 /* Puts bytes [from, from + bytes) of file `file_index`, already verified, into the pages: every
  * whole row or value they complete. `data` is the whole file's bytes at `from`. Pieces may be fed
- * in any sizes but in ascending order; a carry buffer in *feed keeps the cut row. */
+ * in any sizes but in ascending order; a carry buffer in *feed keeps the cut row.
+ * What lies in memory of the backend's host_alloc must stay as it is until the feed is complete or
+ * destroyed. */
 typedef struct bd_overlay_feed bd_overlay_feed;
 BD_MUST_CHECK bd_status bd_overlay_feed_create(bd_model *model, const bd_overlay_plan *plan,
                                                void *const *pages, bd_overlay_feed **out,

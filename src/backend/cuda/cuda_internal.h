@@ -1,6 +1,6 @@
 /* cuda_internal.h - the CUDA backend's object. Owner: the rank's executor thread; `copy` and the
- * delta staging belong to the rank's loader thread. Device memory is four arenas (weights,
- * workspace, kv, deltas), allocated at open and never again. */
+ * delta staging and uploads belong to the rank's loader thread. Device memory is four arenas
+ * (weights, workspace, kv, deltas), allocated at open and never again. */
 #ifndef BD_CUDA_INTERNAL_H
 #define BD_CUDA_INTERNAL_H
 
@@ -17,6 +17,13 @@
 #define CUDA_SAMPLE_ROWS   64u        /* rows sampled at a time: bounds the scratch */
 #define CUDA_SM_MAX        256        /* more multiprocessors than this are left unused by decode */
 #define CUDA_STAGING_BYTES (8u << 20)
+#define CUDA_BRING_COUNT   3u
+#define CUDA_BRING_BYTES   (4u << 20) /* the largest block of host memory, see host_tier.h */
+#define CUDA_MARKS         64u
+/* So little is read by a kernel itself across the bus: a copy would wait for its turn behind the
+ * next window. */
+#define CUDA_SMALL_BYTES   (32u << 10)
+#define CUDA_SMALL_COUNT   16u
 #define CUDA_CONTEXT_BYTES (512u << 20)  /* left to the CUDA context, code and recorded steps */
 #define CUDA_RANKS_BYTES   (1024u << 20) /* of each of several ranks: left to NCCL and windows */
 
@@ -27,9 +34,26 @@ typedef struct cuda_shape { /* element counts derived from the config, one rank 
 
 typedef struct cuda_staging { /* pinned host buffer and its device twin, used in turn */
     uint8_t *host[2], *device[2];
-    cudaEvent_t done[2];
+    cudaEvent_t copied[2], done[2];
     uint32_t turn;
 } cuda_staging;
+
+/* Deltas on their way: copies run on the stream `copy` and kernels on one of their own, so that a
+ * copy need not wait for what is done with the one before. A window is a copy that several puts
+ * take their bytes from. */
+typedef struct cuda_uploads {
+    cudaStream_t kernels;
+    uint8_t *device[CUDA_BRING_COUNT];
+    cudaEvent_t copied[CUDA_BRING_COUNT], used[CUDA_BRING_COUNT];
+    uint32_t turn;       /* the next window */
+    const uint8_t *from; /* of the open window, NULL: none is open */
+    uint64_t bytes;
+    cudaEvent_t marks[CUDA_MARKS]; /* in turn, as is what is small: page-locked, read by kernels */
+    uint64_t mark_count;
+    uint8_t *small;
+    cudaEvent_t small_done[CUDA_SMALL_COUNT];
+    uint32_t small_turn;
+} cuda_uploads;
 
 typedef struct cuda_upload { /* one step's tables: filled in pinned memory, copied once */
     uint8_t *host, *device;
@@ -126,6 +150,7 @@ typedef struct bd_cuda {
     unsigned *overflow; /* set by the conversion of weights to fp16 */
     cuda_upload upload;
     cuda_staging base_staging, delta_staging;
+    cuda_uploads uploads;
     cuda_step step;
     cuda_fast fast;
     cuda_fast_step fast_step;
@@ -167,6 +192,12 @@ bd_status cuda_plane_part_put(bd_backend *backend, void *dst, uint32_t n, uint32
 bd_status cuda_vector_put(bd_backend *backend, void *dst, uint64_t first, const float *src,
                           uint64_t count, bd_error *err);
 bd_status cuda_put_flush(bd_backend *backend, bd_error *err);
+bd_status cuda_bring(bd_backend *backend, const void *data, uint64_t bytes, bool *brought,
+                     bd_error *err);
+bd_status cuda_put_mark(bd_backend *backend, uint64_t *mark, bd_error *err);
+bd_status cuda_put_reached(bd_backend *backend, uint64_t mark, bool *reached, bd_error *err);
+bd_status cuda_uploads_open(bd_cuda *cuda, bd_error *err);
+void cuda_uploads_close(bd_cuda *cuda);
 bd_status cuda_staging_open(bd_cuda *cuda, cuda_staging *staging, bd_error *err);
 void cuda_staging_close(cuda_staging *staging);
 void *cuda_host_alloc(bd_backend *backend, uint64_t bytes);

@@ -112,6 +112,8 @@ static void workspace_carve(bd_cuda *cuda, const cuda_shape *shape, const bd_bac
     }
     for (int i = 0; i < 2; i++)
         CARVE(delta_staging.device[i], CUDA_STAGING_BYTES);
+    for (uint32_t i = 0; i < CUDA_BRING_COUNT; i++)
+        CARVE(uploads.device[i], CUDA_BRING_BYTES);
 #undef CARVE
 }
 
@@ -215,7 +217,8 @@ static bd_status streams_open(bd_cuda *cuda, bd_error *err) {
                         "pinned memory", err)) != BD_OK)
         return s;
     if ((s = cuda_staging_open(cuda, &cuda->base_staging, err)) != BD_OK) return s;
-    return cuda_staging_open(cuda, &cuda->delta_staging, err);
+    if ((s = cuda_staging_open(cuda, &cuda->delta_staging, err)) != BD_OK) return s;
+    return cuda_uploads_open(cuda, err);
 }
 
 /* Once: which kernels each group of matrices gets, and attention. */
@@ -282,6 +285,7 @@ void cuda_close(bd_backend *backend) {
     (void)cudaSetDevice(cuda->device);
     if (cuda->stream) cudaStreamSynchronize(cuda->stream);
     if (cuda->copy) cudaStreamSynchronize(cuda->copy);
+    cuda_uploads_close(cuda);
     cuda_staging_close(&cuda->delta_staging);
     cuda_staging_close(&cuda->base_staging);
     if (cuda->results_host) cudaFreeHost(cuda->results_host);
