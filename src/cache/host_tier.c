@@ -14,7 +14,7 @@
 #include "bitdelta/base/log.h"
 
 #define BLOCK_BYTES     UINT64_C(262144)
-#define BLOCK_BYTES_MAX (UINT64_C(4) << 20)
+#define BLOCK_BYTES_MAX (UINT64_C(8) << 20)
 #define STEP_BYTES      (UINT64_C(1) << 30)
 
 typedef struct host_step {
@@ -68,7 +68,7 @@ static void *get_steps(void *arg) {
 
 uint64_t bd_host_block_bytes(uint64_t page_bytes, uint64_t host_bytes) {
     uint64_t bytes = BLOCK_BYTES;
-    while (bytes < BLOCK_BYTES_MAX && 2 * bytes <= page_bytes / 4 && 2 * bytes <= host_bytes)
+    while (bytes < BLOCK_BYTES_MAX && 2 * bytes <= page_bytes / 2 && 2 * bytes <= host_bytes)
         bytes *= 2;
     return bytes;
 }

@@ -18,7 +18,7 @@
 #define CUDA_SM_MAX        256        /* more multiprocessors than this are left unused by decode */
 #define CUDA_STAGING_BYTES (8u << 20)
 #define CUDA_BRING_COUNT   3u
-#define CUDA_BRING_BYTES   (4u << 20) /* the largest block of host memory, see host_tier.h */
+#define CUDA_BRING_BYTES   (8u << 20) /* the largest block of host memory, see host_tier.h */
 #define CUDA_MARKS         64u
 /* So little is read by a kernel itself across the bus: a copy would wait for its turn behind the
  * next window. */

@@ -45,7 +45,7 @@ bd_status cuda_staging_next(bd_cuda *cuda, cuda_staging *staging, uint32_t *half
 bd_status cuda_uploads_open(bd_cuda *cuda, bd_error *err) {
     cuda_uploads *u = &cuda->uploads;
     bd_status s = BD_OK;
-    TRY(cudaStreamCreateWithFlags(&u->kernels, cudaStreamNonBlocking), "stream");
+    TRY(cudaStreamCreateWithPriority(&u->kernels, cudaStreamNonBlocking, 0), "stream"); /* least */
     for (uint32_t i = 0; i < CUDA_BRING_COUNT; i++) {
         TRY(cudaEventCreateWithFlags(&u->copied[i], cudaEventDisableTiming), "event");
         TRY(cudaEventCreateWithFlags(&u->used[i], cudaEventDisableTiming), "event");

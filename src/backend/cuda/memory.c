@@ -199,10 +199,17 @@ static bd_status arenas_open(bd_cuda *cuda, bd_error *err) {
 
 static bd_status streams_open(bd_cuda *cuda, bd_error *err) {
     bd_status s;
-    if ((s = cuda_check(cuda, cudaStreamCreateWithFlags(&cuda->stream, cudaStreamNonBlocking),
-                        "stream", err)) != BD_OK)
+    /* Steps first: what a load has for the device to do takes the room that they leave. */
+    int least = 0, greatest = 0;
+    if ((s = cuda_check(cuda, cudaDeviceGetStreamPriorityRange(&least, &greatest), "stream",
+                        err)) != BD_OK)
         return s;
-    if ((s = cuda_check(cuda, cudaStreamCreateWithFlags(&cuda->copy, cudaStreamNonBlocking),
+    if ((s = cuda_check(
+             cuda, cudaStreamCreateWithPriority(&cuda->stream, cudaStreamNonBlocking, greatest),
+             "stream", err)) != BD_OK)
+        return s;
+    if ((s = cuda_check(cuda,
+                        cudaStreamCreateWithPriority(&cuda->copy, cudaStreamNonBlocking, least),
                         "copy stream", err)) != BD_OK)
         return s;
     if ((s = cuda_check(cuda, cudaEventCreateWithFlags(&cuda->step_done, cudaEventDisableTiming),
