@@ -180,10 +180,13 @@ static bd_status check_tensors(const bd_delta *d, uint32_t index, const bd_safet
                    bd_safetensors_count(file), (unsigned long long)expected);
 }
 
+/* Clients are told the message, too: the path is the subject alone. */
 static bd_status wrong_size(const bd_delta *d, uint32_t index, uint64_t bytes, bd_error *err) {
     const bd_delta_file *f = &d->files[index];
-    return bd_fail(err, BD_E_CORRUPT, f->name, "%s/%s has %llu bytes, delta.json records %llu",
-                   d->dir, f->name, (unsigned long long)bytes, (unsigned long long)f->bytes);
+    char path[PATH_BYTES];
+    (void)snprintf(path, sizeof path, "%s/%s", d->dir, f->name);
+    return bd_fail(err, BD_E_LENGTH, path, "the shard has %llu bytes, delta.json records %llu",
+                   (unsigned long long)bytes, (unsigned long long)f->bytes);
 }
 
 /* Before the header is looked at: a cut file is reported as cut, not as a strange header. */

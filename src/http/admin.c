@@ -1,6 +1,7 @@
 /* admin.c - GET /admin/variants, POST /admin/variants/{name}/{verb}, GET /admin/tenants and POST
  * /admin/reload. Threads: the admin shard's, which may wait for bd-sched and for a file. */
 #include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -25,6 +26,15 @@ static void put_seconds(bd_strbuf *out, const char *name, bool known, double sec
 
 static double microseconds(uint64_t from_us, uint64_t to_us) {
     return to_us > from_us ? (double)(to_us - from_us) * 1e-6 : 0;
+}
+
+/* Most messages name their subject already. */
+static void write_fault(bd_strbuf *out, const bd_error *fault) {
+    char text[sizeof fault->subject + sizeof fault->message + 2];
+    bool named = !fault->subject[0] || strstr(fault->message, fault->subject);
+    int bytes = snprintf(text, sizeof text, "%s%s%s", named ? "" : fault->subject,
+                         named ? "" : ": ", fault->message);
+    bd_strbuf_json_string(out, text, (size_t)bytes);
 }
 
 static void write_variant(const bd_router_info *whole, uint64_t now_us, bd_strbuf *out) {
@@ -55,7 +65,7 @@ static void write_variant(const bd_router_info *whole, uint64_t now_us, bd_strbu
                 microseconds(now_us, info->retry_at_us));
     bd_strbuf_puts(out, ",\"failure\":");
     if (info->failure)
-        bd_strbuf_json_string(out, info->failure->message, strlen(info->failure->message));
+        write_fault(out, info->failure);
     else
         bd_strbuf_puts(out, "null");
     bd_strbuf_puts(out, "}");

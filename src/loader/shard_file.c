@@ -45,7 +45,7 @@ bd_status bd_shard_file_open(bd_shard_file *file, const char *dir, const bd_delt
     if (status == BD_OK && fstat(any_fd(file), &file->at_open) != 0)
         status = bd_fail_errno(err, BD_E_IO, file->path, errno, "cannot look at the shard");
     if (status == BD_OK && (uint64_t)file->at_open.st_size != file->bytes)
-        status = bd_fail(err, BD_E_CORRUPT, file->path,
+        status = bd_fail(err, BD_E_LENGTH, file->path,
                          "the shard has %" PRIu64 " bytes, delta.json records %" PRIu64,
                          (uint64_t)file->at_open.st_size, file->bytes);
     if (status != BD_OK) bd_shard_file_close(file);
@@ -67,7 +67,7 @@ bd_status bd_shard_file_unchanged(const bd_shard_file *file, bd_error *err) {
     if (fstat(any_fd(file), &now) != 0)
         return bd_fail_errno(err, BD_E_IO, file->path, errno, "cannot look at the shard");
     if (now.st_size != file->at_open.st_size)
-        return bd_fail(err, BD_E_CORRUPT, file->path,
+        return bd_fail(err, BD_E_LENGTH, file->path,
                        "the shard's size changed from %" PRIu64 " to %" PRIu64
                        " bytes while it was read",
                        file->bytes, (uint64_t)now.st_size);
@@ -135,7 +135,7 @@ bd_span_state bd_span_step(bd_span *span, int32_t result, bd_error *err) {
     if (span->read.fd == span->file->fd_direct) got &= ~(uint64_t)(BD_IO_ALIGN_BYTES - 1);
     bool stalled = got <= span->got_bytes;
     if (stalled && (result == 0 || ++span->stalls > STALLS_MAX)) {
-        bd_fail(err, BD_E_CORRUPT, span->file->path,
+        bd_fail(err, BD_E_LENGTH, span->file->path,
                 "the shard ends at byte %" PRIu64 " of the %" PRIu64
                 " it had: it was cut while it was read",
                 span->read.offset + (uint32_t)result, span->file->bytes);

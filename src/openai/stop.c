@@ -89,6 +89,6 @@ int bd_stop_feed(const bd_stop_set *set, bd_stop_state *state, const char *text,
 }
 
 void bd_stop_release(const bd_stop_set *set, bd_stop_state *state, bd_strbuf *out) {
-    append_upto(set, state, NULL, state->held_bytes, out);
+    append_upto(set, state, "", state->held_bytes, out);
     *state = (bd_stop_state){0};
 }

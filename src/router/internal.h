@@ -124,6 +124,7 @@ typedef struct bd_registry_op {
 
 typedef struct bd_refusal {
     char *dir, *fault;
+    bd_variant_mark mark; /* of the directory then */
 } bd_refusal;
 
 /* Somebody who wants a variant resident; bd-sched only once posted. */
@@ -250,7 +251,7 @@ bd_status bd_scan_run(bd_router *router, bool all, uint32_t first_root, bd_fault
 /* One more variant, or another in the place of the one that has its name and is `before`. */
 bd_status bd_scan_add(bd_router *router, const char *name, const char *dir, bool pin,
                       bd_router_queue *before, bd_error *err);
-void bd_scan_refusals_clear(bd_router *router);
+void bd_scan_refusals_free(bd_refusal *list, uint32_t count);
 void bd_scan_refuse(bd_router *router, const char *dir, const bd_error *err);
 
 /* sources.c */

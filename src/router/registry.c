@@ -151,7 +151,7 @@ void bd_router_destroy(bd_router *router) {
         router->retired_first = queue->next_retired;
         bd_queue_free(queue);
     }
-    bd_scan_refusals_clear(router);
+    bd_scan_refusals_free(router->refusals, router->refusal_count);
     bd_sources_free(router);
     bd_accounts_destroy(router);
     free(router->queues);

@@ -39,6 +39,8 @@ typedef struct scan {
     bd_registry_op *ops;
     uint32_t *op_items; /* which item an op is of; UINT32_MAX: a removal */
     uint32_t op_count;
+    bd_refusal *before; /* what the last look refused */
+    uint32_t before_count;
     bd_change *change; /* may be NULL */
     bd_fault_report report;
 } scan;
@@ -332,21 +334,42 @@ static void record(scan *s, bd_change_result result, const char *name, const cha
     entries[change->entry_count++] = entry;
 }
 
-void bd_scan_refusals_clear(bd_router *router) {
-    pthread_mutex_lock(&router->names_lock);
-    for (uint32_t i = 0; i < router->refusal_count; i++) {
-        free(router->refusals[i].dir);
-        free(router->refusals[i].fault);
+void bd_scan_refusals_free(bd_refusal *list, uint32_t count) {
+    for (uint32_t i = 0; i < count; i++) {
+        free(list[i].dir);
+        free(list[i].fault);
     }
-    free(router->refusals);
+    free(list);
+}
+
+/* The list begins anew; the old one stays for comparison. */
+static void take_refusals(scan *s) {
+    bd_router *router = s->router;
+    pthread_mutex_lock(&router->names_lock);
+    s->before = router->refusals;
+    s->before_count = router->refusal_count;
     router->refusals = NULL;
     router->refusal_count = 0;
     pthread_mutex_unlock(&router->names_lock);
 }
 
+/* Refused for the same reason by the last look, with the same files: nothing to report again. Those
+ * that the list had no room for are. */
+static bool was_refused(const scan *s, const wanted *item) {
+    const bd_variant_mark mark = bd_variant_mark_of(item->dir);
+    for (uint32_t i = 0; i < s->before_count; i++) {
+        const bd_refusal *old = &s->before[i];
+        if (strcmp(old->dir, item->dir) == 0 && same_mark(old->mark, mark) &&
+            strcmp(old->fault, item->err.message) == 0)
+            return true;
+    }
+    return false;
+}
+
 void bd_scan_refuse(bd_router *router, const char *dir, const bd_error *err) {
     if (router->refusal_count >= REFUSALS_MAX) return; /* the log has them all */
-    bd_refusal one = {.dir = strdup(dir), .fault = strdup(err->message)};
+    bd_refusal one = {
+        .dir = strdup(dir), .fault = strdup(err->message), .mark = bd_variant_mark_of(dir)};
     pthread_mutex_lock(&router->names_lock);
     bd_refusal *list =
         realloc(router->refusals, ((size_t)router->refusal_count + 1) * sizeof *list);
@@ -390,7 +413,7 @@ static void tell(scan *s, void *ctx) {
         if (item->status == BD_OK) continue;
         record(s, BD_CHANGE_REFUSED, item->dir, item->err.message);
         bd_scan_refuse(s->router, item->dir, &item->err);
-        if (s->report) s->report(ctx, item->dir, &item->err);
+        if (s->report && !was_refused(s, item)) s->report(ctx, item->dir, &item->err);
     }
 }
 
@@ -406,6 +429,7 @@ static void scan_free(scan *s) {
     free(s->ops);
     free(s->op_items);
     bd_map_destroy(s->claims);
+    bd_scan_refusals_free(s->before, s->before_count);
 }
 
 static void apply(scan *s) {
@@ -430,7 +454,7 @@ bd_status bd_scan_run(bd_router *router, bool all, uint32_t first_root, bd_fault
         status = settle(&s, all, err);
     }
     if (status == BD_OK) {
-        if (all) bd_scan_refusals_clear(router);
+        if (all) take_refusals(&s);
         apply(&s);
         tell(&s, report_ctx);
     }

@@ -71,6 +71,7 @@ static bd_result_kind result_of(const bd_job *job) {
     case BD_E_UNSUPPORTED:
     case BD_E_MISMATCH:
     case BD_E_CORRUPT:
+    case BD_E_LENGTH:
     case BD_E_IO:
     case BD_E_MEMORY:
     case BD_E_INTERNAL:

@@ -49,7 +49,7 @@ static bd_status add_tensor(bd_compress_plan *plan, uint32_t shard, const char *
     char *copy = strdup(name);
     if (!copy) return bd_fail(err, BD_E_MEMORY, NULL, "out of memory for the plan");
     t->name = copy;
-    strncpy(t->dtype_name, dtype, sizeof t->dtype_name - 1);
+    memcpy(t->dtype_name, dtype, strnlen(dtype, sizeof t->dtype_name - 1)); /* zeroed before */
     t->rank = rank;
     memcpy(t->shape, shape, rank * sizeof *shape);
     plan->tensor_count++;

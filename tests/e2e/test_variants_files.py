@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 import requests
-from conftest import BINARY, ROOT
-from variants_support import copy_variant, golden_body, goldens, rescan, variants
+from conftest import BINARY, ROOT, eventually
+from variants_support import copy_variant, golden_body, goldens, rename_variant, rescan, variants
 
 C = "zen-mini-c"
 BASE_DIR = ROOT / "demo" / "zen-mini"
@@ -111,6 +111,35 @@ def test_files_that_cannot_be_read(launch, folder):
     listed = requests.get(server.admin_url + "/admin/variants", timeout=20).json()["refused"]
     assert {one["path"]: one["failure"] for one in listed} == refused
     assert sorted(rescan(server)["added"]) == sorted(UNREADABLE)
+
+
+def test_a_refusal_is_logged_once(launch, folder):
+    """Whoever rescans each minute does not fill the log with what it has said; what changed, were it only the file's time, is said again."""
+    bad = copy_variant("zen-mini-sql", folder.parent / "bad", "bad")
+    manifest = (bad / "delta.json").read_text()
+    (bad / "delta.json").write_text("{}")
+    server = launch(deltas=str(folder.parent))
+    rescans = 0
+
+    def logged(refused=(str(bad),)):
+        nonlocal rescans
+        assert [one["path"] for one in rescan(server)["refused"]] == list(refused)
+        rescans += 1
+        eventually(lambda: sum("mod=router rescan added=" in line for line in server.lines) == rescans, what="the line after")
+        return sum("variant refused" in line and str(bad) in line for line in server.lines)
+
+    assert [logged(), logged()] == [1, 1]  # once at start
+    os.utime(bad / "delta.json", (1e9, 1e9))
+    assert [logged(), logged()] == [2, 2]
+    (bad / "delta.json").write_text(manifest)  # the reason is elsewhere: two want one name
+    rename_variant(bad, C)
+    assert [logged(), logged()] == [3, 3]
+    (folder.parent / "c").rename(folder.parent / "a")
+    assert [logged(), logged()] == [4, 4]  # by another now
+    (bad / "delta.json").write_text(manifest)
+    assert logged(()) == 4
+    (bad / "delta.json").write_text("{}")
+    assert logged() == 5
 
 
 def test_what_needs_more_slots_says_so(launch, tmp_path):

@@ -352,7 +352,7 @@ static void test_shard_contents(void **state) {
     write_manifest(entries, 2, 1, 2);
     assert_int_equal(open_shards(&err), BD_E_FORMAT);
     write_shard("0", good, 5);
-    assert_int_equal(open_shards(&err), BD_E_CORRUPT); /* another size than recorded */
+    assert_int_equal(open_shards(&err), BD_E_LENGTH); /* another size than recorded */
 }
 
 static void test_two_shards(void **state) {
@@ -427,8 +427,10 @@ static void test_damage_is_named(void **state) {
             BD_E_CORRUPT);
     }
     support_write(dir.path, "0", data, bytes - 1);
-    assert_int_equal(bd_delta_verify_shard(&d, 0, &err), BD_E_CORRUPT);
+    assert_int_equal(bd_delta_verify_shard(&d, 0, &err), BD_E_LENGTH);
     assert_non_null(strstr(err.message, "records"));
+    assert_non_null(strstr(err.subject, "/0"));
+    assert_null(strchr(err.message, '/')); /* clients are told it */
     support_write(dir.path, "0", data, bytes);
     assert_ok(bd_delta_verify_shard(&d, 0, &err));
     bd_delta_file wrong = d.files[0]; /* all chunks right, the whole wrong */

@@ -137,8 +137,8 @@ static void test_files_at_open(void **state) {
         scene_submit(&s);
         scene_await(&s);
         if (what == 0)
-            expect_failure(&s, BD_E_CORRUPT, path, "89999 bytes, delta.json records 90000");
-        if (what == 1) expect_failure(&s, BD_E_CORRUPT, path, "90001 bytes");
+            expect_failure(&s, BD_E_LENGTH, path, "89999 bytes, delta.json records 90000");
+        if (what == 1) expect_failure(&s, BD_E_LENGTH, path, "90001 bytes");
         if (what == 2) expect_failure(&s, BD_E_IO, path, "No such file");
         if (what >= 3) expect_failure(&s, BD_E_IO, path, "not a regular file");
         if (what == 3) rmdir(path);
@@ -179,9 +179,9 @@ static void test_files_changed_while_read(void **state) {
         scene_submit(&s);
         scene_await(&s);
         if (round < 2)
-            expect_failure(&s, BD_E_CORRUPT, path, "cut while it was read");
+            expect_failure(&s, BD_E_LENGTH, path, "cut while it was read");
         else if (round < 4)
-            expect_failure(&s, BD_E_CORRUPT, path, "size changed from 200001 to 300000");
+            expect_failure(&s, BD_E_LENGTH, path, "size changed from 200001 to 300000");
         else
             expect_failure(&s, BD_E_CORRUPT, path, "changed or replaced");
         scene_end(&s);
@@ -257,7 +257,7 @@ static void test_read_errors(void **state) {
                                "reading bytes 49152 to 65536 failed: Resource temp");
             if (what == 2) expect_failure(&s, BD_E_IO, file, "Invalid argument");
             if (what == 3)
-                expect_failure(&s, BD_E_CORRUPT, file, "ends at byte 49152 of the 200001");
+                expect_failure(&s, BD_E_LENGTH, file, "ends at byte 49152 of the 200001");
             scene_end(&s);
         }
     }

@@ -221,7 +221,8 @@ static void test_holders(void **state) {
 static order load_order(const char *name, const char *dir) {
     order o = {.change = {.kind = BD_CHANGE_LOAD}};
     snprintf(o.change.name, sizeof o.change.name, "%s", name);
-    snprintf(o.change.dir, sizeof o.change.dir, "%s", dir);
+    int bytes = snprintf(o.change.dir, sizeof o.change.dir, "%s", dir);
+    assert_in_range(bytes, 1, sizeof o.change.dir - 1);
     return o;
 }
 

@@ -28,6 +28,7 @@ extern "C" {
     X(BD_E_UNSUPPORTED, 400, "not supported")                                                      \
     X(BD_E_MISMATCH, 400, "does not fit the base model")                                           \
     X(BD_E_CORRUPT, 503, "checksum mismatch")                                                      \
+    X(BD_E_LENGTH, 503, "a file has another length than is recorded")                              \
     X(BD_E_IO, 503, "input/output error")                                                          \
     X(BD_E_MEMORY, 503, "out of memory")                                                           \
     X(BD_E_VARIANT, 503, "its load failed or was stopped by an order to unload it")                \

@@ -68,7 +68,7 @@ typedef struct bd_load {
     _Atomic uint64_t read_bytes;
     _Atomic bool cancel;   /* set by the submitter; the load still finishes, soon */
     _Atomic bool finished; /* last write; everything below is valid afterwards (acquire) */
-    bd_status status;      /* BD_OK, BD_CANCELLED, BD_E_IO, BD_E_CORRUPT, BD_E_FORMAT, ... */
+    bd_status status;      /* BD_OK, BD_CANCELLED, BD_E_IO, BD_E_CORRUPT, BD_E_LENGTH, ... */
     bd_error error;        /* names file, chunk and byte range */
     /* BD_OK: over pages[0 .. pages_used), the submitter's (early's if there was one); else NULL */
     bd_overlay *overlay;
