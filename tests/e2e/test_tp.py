@@ -80,8 +80,9 @@ def test_plan_is_of_each_rank():
     for part in ("weights_bytes", "kv_bytes", "page_bytes"):
         assert 0.45 < two[part] / one[part] < 0.6, part
     text = run("plan", *DEMO, "--tensor-parallel", 2, "--device-bytes", "8GiB").stdout  # whatever backend can
+    # Both are rounded to a tenth, so that twice the one may be off by 0.1 and the other by 0.05.
     each, every = (float(re.search(rf"^{word} +([\d.]+)", text, re.M).group(1)) for word in ("total", "all ranks"))
-    assert abs(every - 2 * each) <= 0.1 and "2 ranks, each with" in text
+    assert abs(every - 2 * each) < 0.1501 and "2 ranks, each with" in text
 
 
 @pytest.fixture(scope="module")

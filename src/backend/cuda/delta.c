@@ -52,7 +52,8 @@ bd_status cuda_uploads_open(bd_cuda *cuda, bd_error *err) {
     }
     for (uint32_t i = 0; i < CUDA_MARKS; i++)
         TRY(cudaEventCreateWithFlags(&u->marks[i], cudaEventDisableTiming), "event");
-    TRY(cudaMallocHost((void **)&u->small, CUDA_SMALL_COUNT * CUDA_SMALL_BYTES), "pinned staging");
+    TRY(cudaMallocHost((void **)&u->small, (size_t)CUDA_SMALL_COUNT * CUDA_SMALL_BYTES),
+        "pinned staging");
     for (uint32_t i = 0; i < CUDA_SMALL_COUNT; i++)
         TRY(cudaEventCreateWithFlags(&u->small_done[i], cudaEventDisableTiming), "event");
     return s;
@@ -158,8 +159,7 @@ uint64_t cuda_plane_bytes(uint32_t n, uint32_t k) {
 
 /* Host memory to be filled, and where a kernel finds what was put there. */
 typedef struct stage {
-    uint8_t *host;
-    const uint8_t *device;
+    uint8_t *host, *device;
     cudaEvent_t copied, done; /* copied NULL: there is no copy, the kernel reads the host's */
 } stage;
 
@@ -186,8 +186,7 @@ static bd_status stage_take(bd_cuda *cuda, uint64_t bytes, stage *out, bd_error 
 static bd_status stage_send(bd_cuda *cuda, const stage *st, uint64_t bytes, bd_error *err) {
     bd_status s = BD_OK;
     if (!st->copied) return BD_OK;
-    TRY(cudaMemcpyAsync((void *)(uintptr_t)st->device, st->host, bytes, cudaMemcpyHostToDevice,
-                        cuda->copy),
+    TRY(cudaMemcpyAsync(st->device, st->host, bytes, cudaMemcpyHostToDevice, cuda->copy),
         "upload of a delta");
     TRY(cudaEventRecord(st->copied, cuda->copy), "upload of a delta");
     TRY(cudaStreamWaitEvent(cuda->uploads.kernels, st->copied, 0), "upload of a delta");
