@@ -1,6 +1,6 @@
 /* Linear layers and the head of the CPU backend against double-precision products with the merged
- * weights: mixed segments, 0-4 planes, LoRA, biases, all dtypes, both code paths, one to three
- * threads. */
+ * weights: mixed segments, 0-4 planes, LoRA, biases, all dtypes, every way of multiplying and row
+ * counts on both sides of where one gives way to another, one to three threads. */
 #include "backend_cpu_support.h"
 
 /* Float32 sums of up to 1000 terms in eight lanes stay well below this, relative to the sum of
@@ -129,13 +129,15 @@ static void run_model(uint64_t seed, uint32_t kernels, uint32_t threads, bool wi
     fixture_open(&f, kernels);
     for (uint32_t i = 0; i < OVERLAYS; i++)
         make_overlay(&f, &f.overlays[i], i);
+    const uint32_t end = f.cpu->kernels->short_rows;
+    assert_true(end > BD_CPU_SIGN_ROWS && 2 * end + 8 <= STEP_ROWS);
     for (uint32_t round = 0; round < (wide ? 2u : 6u); round++) {
         built_step *b = step_create(&f);
-        step_random(&f, b, round % 2 == 0 ? 12 : 70);
+        step_random(&f, b, round % 2 == 0 ? 12 : 2 * end);
         if (round == 0) { /* one variant alone, long: its tile is made in place */
             memset(&b->step.row_count, 0, sizeof b->step.row_count);
             b->step.seq_count = b->step.segment_count = 0;
-            step_add(&f, b, 1, 0, pick(&f.rng, 8, 70));
+            step_add(&f, b, 1, 0, pick(&f.rng, end, 2 * end));
         }
         if (round == 1) { /* more rows of short segments than there is room for sum tables */
             while (b->step.row_count < STEP_ROWS) {
@@ -172,7 +174,109 @@ static void test_wide_shapes(void **state) {
         run_model(support_random(&seed), i, 1 + i % 3, true);
 }
 
-/* A row's product is the same bits whatever other short rows are in the batch. */
+/* Whether the attention output's matrix of a variant has planes. */
+static bool has_planes(const fixture *f, int32_t overlay) {
+    return overlay >= 0 && f->overlays[overlay].linear_table[BD_LINEAR_O].plane_count > 0;
+}
+
+/* How the last operator multiplied a segment: by its bits, on top of the base, or rebuilt. */
+static bool was_short(const fixture *f, uint32_t segment) {
+    const bd_cpu_run *runs = f->cpu->buffers[BD_CPU_RUNS];
+    return runs[segment].table_row != BD_CPU_NO_TABLE;
+}
+
+static void check_step(fixture *f, built_step *b, checker *c) {
+    bd_error err;
+    assert_int_equal(f->backend->ops->step_begin(f->backend, &b->step, &err), BD_OK);
+    check_plain_group(f, &b->step, 0, BD_GROUP_O, c);
+}
+
+/* A segment of `rows` rows, alone and beside single rows of the others. */
+static void check_count(fixture *f, checker *c, int32_t overlay, uint32_t rows) {
+    for (uint32_t beside = 0; beside < 4; beside += 3) {
+        built_step *b = step_create(f);
+        step_add(f, b, overlay, 0, rows);
+        for (int32_t i = -1; i + 1 < (int32_t)beside; i++)
+            step_add(f, b, i == overlay ? 2 : i, 0, 1);
+        check_step(f, b, c);
+        assert_int_equal(was_short(f, 0),
+                         has_planes(f, overlay) && rows < f->cpu->kernels->short_rows);
+        free(b);
+    }
+}
+
+/* One layer, the attention output's matrix more than a tile deep at times. */
+static void open_one_layer(fixture *f, uint32_t kernels) {
+    bd_model_config *m = &f->config;
+    random_config(f, 40);
+    m->layers = m->kv_heads = 1;
+    m->head_dim = m->rope.rotary_dim = 64;
+    m->heads = pick(&f->rng, 1, 12);
+    m->hidden = 8 * pick(&f->rng, 1, 30); /* planes come in whole bytes */
+    m->ffn = 8 * pick(&f->rng, 1, 30);
+    f->options.seqs_max = STEP_ROWS;
+    fixture_open(f, kernels);
+    for (uint32_t i = 0; i < OVERLAYS; i++)
+        make_overlay(f, &f->overlays[i], i);
+}
+
+/* On both sides of every count at which rows are cut into passes, or multiplied in another way. */
+static void test_row_counts(void **state) {
+    (void)state;
+    uint64_t seed = support_seed();
+    for (uint32_t i = 0; i < BD_CPU_KERNELS_COUNT; i++) {
+        fixture f = {.rng = support_random(&seed)};
+        checker c = checker_create();
+        open_one_layer(&f, i);
+        const uint32_t end = f.cpu->kernels->short_rows;
+        const uint32_t counts[] = {1,
+                                   BD_CPU_SIGN_ROWS - 1,
+                                   BD_CPU_SIGN_ROWS,
+                                   BD_CPU_SIGN_ROWS + 1,
+                                   BD_CPU_BAND_ROWS - 1,
+                                   BD_CPU_BAND_ROWS,
+                                   BD_CPU_BAND_ROWS + 1,
+                                   2 * BD_CPU_BAND_ROWS,
+                                   3 * BD_CPU_BAND_ROWS + 1,
+                                   end - 1,
+                                   end,
+                                   end + 1,
+                                   BD_CPU_TABLE_ROWS_MAX + 1};
+        for (uint32_t j = 0; j < sizeof counts / sizeof counts[0]; j++) {
+            for (int32_t overlay = -1; overlay < 2; overlay++)
+                check_count(&f, &c, overlay, counts[j]);
+        }
+        fixture_close(&f);
+        checker_destroy(&c);
+    }
+}
+
+/* When sum tables run out, single rows have theirs and what lies before them has none. */
+static void test_few_rows_first(void **state) {
+    (void)state;
+    uint64_t seed = support_seed();
+    for (uint32_t i = 0; i < 2 * BD_CPU_KERNELS_COUNT; i++) {
+        fixture f = {.rng = support_random(&seed)};
+        checker c = checker_create();
+        open_one_layer(&f, i);
+        const uint32_t rows = f.cpu->kernels->short_rows - 1;
+        built_step *b = step_create(&f);
+        while (b->step.row_count + rows <= BD_CPU_TABLE_ROWS_MAX)
+            step_add(&f, b, (int32_t)(b->step.segment_count % 2), 0, rows);
+        while (b->step.row_count < BD_CPU_TABLE_ROWS_MAX + 4)
+            step_add(&f, b, (int32_t)(b->step.segment_count % 2), 0, 1);
+        check_step(&f, b, &c);
+        for (uint32_t s = 0; rows >= BD_CPU_FEW_ROWS && s < b->step.segment_count; s++) {
+            const bd_segment *g = &b->step.segments[s];
+            if (g->row_count == 1) assert_int_equal(was_short(&f, s), has_planes(&f, g->overlay));
+        }
+        free(b);
+        fixture_close(&f);
+        checker_destroy(&c);
+    }
+}
+
+/* A row's product is the same bits whatever other short rows are in the batch, and however many. */
 static void check_rows_do_not_mix(uint64_t seed, uint32_t kernels) {
     fixture f = {.rng = seed};
     bd_error err;
@@ -187,7 +291,7 @@ static void check_rows_do_not_mix(uint64_t seed, uint32_t kernels) {
     for (uint32_t i = 0; i < hidden; i++)
         x[i] = (float)normal(&f.rng);
     for (int32_t overlay = -1; overlay < (int32_t)OVERLAYS; overlay++) {
-        for (uint32_t others = 0; others < 31; others += others < 7 ? 1 : 8) {
+        for (uint32_t others = 0; others < BD_CPU_TABLE_ROWS_MAX; others += others < 7 ? 1 : 12) {
             built_step *b = step_create(&f);
             for (uint32_t i = 0; i < others; i++)
                 step_add(&f, b, (int32_t)pick(&f.rng, 0, OVERLAYS) - 1, 0, 1);
@@ -235,10 +339,9 @@ static void test_lora_rank_limit(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_small_shapes),
-        cmocka_unit_test(test_wide_shapes),
-        cmocka_unit_test(test_rows_do_not_mix),
-        cmocka_unit_test(test_lora_rank_limit),
+        cmocka_unit_test(test_small_shapes),    cmocka_unit_test(test_wide_shapes),
+        cmocka_unit_test(test_row_counts),      cmocka_unit_test(test_few_rows_first),
+        cmocka_unit_test(test_rows_do_not_mix), cmocka_unit_test(test_lora_rank_limit),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

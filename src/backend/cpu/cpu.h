@@ -11,18 +11,15 @@
 #include "bitdelta/backend/backend.h"
 #include "bitdelta/base/pool.h"
 
-/* A segment of fewer rows multiplies the packed bits; a longer one rebuilds its weights tile by
- * tile, once for all of them. */
-#define BD_CPU_SHORT_ROWS 16u
-#define BD_CPU_SIGN_ROWS  8u /* of one call of sign_dot */
-#define BD_CPU_PASS_ROWS  8u /* that share a pass over a tile */
-/* Fewer base rows than this read the weights as they are; more go through float32 tiles. */
-#define BD_CPU_DIRECT_ROWS 32u
-#define BD_CPU_TILE_N      96u
-#define BD_CPU_TILE_K      512u /* a multiple of 32, so that a tile's bits start at a whole word */
-/* Rows of short segments with sum tables in one operator; segments beyond rebuild their weights
- * like long ones. */
+#define BD_CPU_SIGN_ROWS 8u  /* of one call of sign_dot */
+#define BD_CPU_PASS_ROWS 8u  /* that share a pass over a tile */
+#define BD_CPU_BAND_ROWS 32u /* that share a pass over weights as they are */
+#define BD_CPU_TILE_N    96u
+#define BD_CPU_TILE_K    512u /* a multiple of 32, so that a tile's bits start at a whole word */
+/* Rows of short segments with sum tables in one operator, which go to segments of few rows first;
+ * segments beyond rebuild their weights like long ones. */
 #define BD_CPU_TABLE_ROWS_MAX 128u
+#define BD_CPU_FEW_ROWS       16u
 #define BD_CPU_NO_TABLE       UINT32_MAX
 #define BD_CPU_LORA_RANK_MAX  256u
 #define BD_CPU_HEAD_DIM_MAX   256u
@@ -88,6 +85,9 @@ typedef struct bd_cpu_signs {
 /* Whatever the blocking, a row's result is the same bits alone and in company. */
 typedef struct bd_cpu_kernels {
     const char *name;
+    /* A segment of fewer rows multiplies the packed bits; a longer one rebuilds its weights tile by
+     * tile, once for all of them. As measured: bench/results/cpu_rows.txt. */
+    uint32_t short_rows;
     void (*dot[3])(const bd_cpu_dot *dot); /* by bd_dtype F32, BF16, F16 */
     void (*sum_table)(float *table, const float *x, uint32_t k);
     void (*sign_dot)(const bd_cpu_signs *signs);

@@ -458,6 +458,7 @@ AVX2 static void avx2_weighted_sum(float *acc, const float *p, uint32_t queries,
 
 static const bd_cpu_kernels avx2_kernels = {
     .name = "avx2",
+    .short_rows = 24,
     .dot = {[BD_DTYPE_F32] = avx2_dot_f32,
             [BD_DTYPE_BF16] = avx2_dot_bf16,
             [BD_DTYPE_F16] = avx2_dot_f16},

@@ -381,16 +381,22 @@ AVX512 static void avx512_dot_signs(const bd_cpu_dot *dot, const bd_cpu_signs *s
     }
 }
 
+/* Masked stores are slow: only what is left at the end takes one. */
+INLINE void to_f32(float *dst, const uint8_t *src, bd_dtype dtype, uint32_t count) {
+    uint32_t i = 0;
+    for (; i + 16 <= count; i += 16)
+        _mm512_storeu_ps(dst + i, load16(src, i, dtype));
+    const __mmask16 lanes = first_lanes(count - i);
+    _mm512_mask_storeu_ps(dst + i, lanes, load_last(src, i, lanes, dtype));
+}
+
 AVX512 static void avx512_to_f32(float *dst, const uint8_t *src, bd_dtype dtype, uint32_t count) {
     if (dtype == BD_DTYPE_F32) {
         memcpy(dst, src, (size_t)count * sizeof *dst);
-        return;
-    }
-    for (uint32_t i = 0; i < count; i += 16) {
-        const __mmask16 lanes = first_lanes(count - i);
-        _mm512_mask_storeu_ps(dst + i, lanes,
-                              dtype == BD_DTYPE_BF16 ? load_last(src, i, lanes, BD_DTYPE_BF16)
-                                                     : load_last(src, i, lanes, BD_DTYPE_F16));
+    } else if (dtype == BD_DTYPE_BF16) {
+        to_f32(dst, src, BD_DTYPE_BF16, count);
+    } else {
+        to_f32(dst, src, BD_DTYPE_F16, count);
     }
 }
 
@@ -405,7 +411,11 @@ AVX512 static void avx512_add_signs(float *dst, const float *src, const uint8_t 
         const __m512 from = _mm512_maskz_loadu_ps(lanes, src + k);
         const __m512 sum =
             _mm512_mask_sub_ps(_mm512_add_ps(from, wide), (__mmask16)minus, from, wide);
-        _mm512_mask_storeu_ps(dst + k, lanes, sum);
+        if (k + 16 <= count) {
+            _mm512_storeu_ps(dst + k, sum);
+        } else {
+            _mm512_mask_storeu_ps(dst + k, lanes, sum);
+        }
     }
 }
 
@@ -439,6 +449,7 @@ AVX512 static void avx512_weighted_sum(float *acc, const float *p, uint32_t quer
 
 static const bd_cpu_kernels avx512_kernels = {
     .name = "avx512",
+    .short_rows = 64,
     .dot = {[BD_DTYPE_F32] = avx512_dot_f32,
             [BD_DTYPE_BF16] = avx512_dot_bf16,
             [BD_DTYPE_F16] = avx512_dot_f16},

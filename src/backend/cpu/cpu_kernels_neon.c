@@ -302,6 +302,7 @@ static void neon_weighted_sum(float *acc, const float *p, uint32_t queries, cons
 
 static const bd_cpu_kernels neon_kernels = {
     .name = "neon",
+    .short_rows = 16, /* not measured */
     .dot = {[BD_DTYPE_F32] = neon_dot_f32,
             [BD_DTYPE_BF16] = neon_dot_bf16,
             [BD_DTYPE_F16] = neon_dot_f16},

@@ -29,20 +29,33 @@ static size_t dtype_bytes(bd_dtype dtype) {
     return dtype == BD_DTYPE_F32 ? 4 : 2;
 }
 
+#define BAND 8u /* rows that share the widened weights */
+
+/* One output of rows [first, first + rows). */
+static void dot_band(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, uint32_t first,
+                     uint32_t rows) {
+    const uint8_t *w = dot->w + i * dot->stride_bytes;
+    float lanes[BAND][LANES] = {0};
+    for (uint32_t k = 0; k < dot->k; k += LANES) {
+        const uint32_t count = dot->k - k < LANES ? dot->k - k : LANES;
+        float wide[LANES];
+        plain_to_f32(wide, w + k * dtype_bytes(dtype), dtype, count);
+        for (uint32_t r = 0; r < rows; r++) {
+            const float *x = dot->x[first + r] + k;
+            for (uint32_t l = 0; l < count; l++)
+                lanes[r][l] += x[l] * wide[l];
+        }
+    }
+    for (uint32_t r = 0; r < rows; r++) {
+        float *y = dot->y[first + r] + i;
+        *y = (dot->add ? *y : 0.0f) + lane_sum(lanes[r]);
+    }
+}
+
 static void plain_dot(const bd_cpu_dot *dot, bd_dtype dtype) {
     for (uint32_t i = 0; i < dot->n; i++) {
-        const uint8_t *w = dot->w + i * dot->stride_bytes;
-        for (uint32_t r = 0; r < dot->rows; r++) {
-            float lanes[LANES] = {0};
-            for (uint32_t k = 0; k < dot->k; k += LANES) {
-                const uint32_t count = dot->k - k < LANES ? dot->k - k : LANES;
-                float wide[LANES];
-                plain_to_f32(wide, w + k * dtype_bytes(dtype), dtype, count);
-                for (uint32_t l = 0; l < count; l++)
-                    lanes[l] += dot->x[r][k + l] * wide[l];
-            }
-            dot->y[r][i] = (dot->add ? dot->y[r][i] : 0.0f) + lane_sum(lanes);
-        }
+        for (uint32_t r = 0; r < dot->rows; r += BAND)
+            dot_band(dot, dtype, i, r, dot->rows - r < BAND ? dot->rows - r : BAND);
     }
 }
 
@@ -124,6 +137,7 @@ static void plain_weighted_sum(float *acc, const float *p, uint32_t queries, con
 
 static const bd_cpu_kernels plain_kernels = {
     .name = "plain",
+    .short_rows = 24,
     .dot = {[BD_DTYPE_F32] = plain_dot_f32,
             [BD_DTYPE_BF16] = plain_dot_bf16,
             [BD_DTYPE_F16] = plain_dot_f16},

@@ -2,12 +2,13 @@
  * output rows.
  *
  * A task is a block of rows of one weight matrix and does everything for it, for all rows of the
- * batch: few base rows:   the weights are read once, as they are, for all rows together (dot
- * kernels); many base rows:  the block is expanded to float32 in cache-sized tiles, each multiplied
- * by all rows; short segments:  a base product as above, then their own bits on top (sign_dot, from
- * tables of each row's sums); long segments:   tile + planes = the variant's own weights, again
- * tile by tile; a head in full:  the variant's own matrix instead of the base's, read as it is. No
- * matrix is ever expanded as a whole. Owner: the executor thread; blocks are spread over the pool.
+ * batch: base rows:   the weights are read as they are, from memory for the first rows and from the
+ * cache for the others (dot kernels); short segments:   a base product as above, then their own
+ * bits on top (sign_dot, from tables of each row's sums); long segments:   the block is expanded to
+ * float32 in cache-sized tiles, tile + planes = the variant's own weights, multiplied by all rows
+ * of the segment; a head in full:   the variant's own matrix instead of the base's, read as it is.
+ * No matrix is ever expanded as a whole. Owner: the executor thread; blocks are spread over the
+ * pool.
  */
 #include <assert.h>
 #include <math.h>
@@ -102,29 +103,42 @@ static const uint8_t *matrix_row(const bd_cpu_matrix *w, uint32_t n, uint32_t k)
     return w->data + n * w->stride_bytes + k * bd_dtype_bytes(w->dtype);
 }
 
-/* Base product of all rows that share it, straight from the weights. */
-static void base_direct(const block *b) {
+/* Rows side by side that are multiplied by weights as they are. */
+typedef struct band {
+    const float *x[BD_CPU_BAND_ROWS];
+    float *y[BD_CPU_BAND_ROWS];
+    uint32_t rows;
+} band;
+
+static void multiply_band(const block *b, const band *rows) {
     const linear_job *job = b->job;
-    const float *x[BD_CPU_DIRECT_ROWS];
-    float *y[BD_CPU_DIRECT_ROWS];
-    uint32_t count = 0;
-    for (uint32_t i = 0; i < job->run_count; i++) {
-        const bd_cpu_run *run = &job->runs[i];
-        if (!is_shared(b, run)) continue;
-        for (uint32_t r = run->first; r < run->first + run->count; r++) {
-            BD_ASSERT(count < BD_CPU_DIRECT_ROWS);
-            x[count] = job->x + (size_t)r * job->k;
-            y[count++] = b->y + (size_t)r * b->y_stride;
-        }
-    }
     const bd_cpu_matrix *w = b->to->w;
-    job->cpu->kernels->dot[w->dtype](&(bd_cpu_dot){.x = x,
-                                                   .y = y,
-                                                   .rows = count,
+    job->cpu->kernels->dot[w->dtype](&(bd_cpu_dot){.x = rows->x,
+                                                   .y = rows->y,
+                                                   .rows = rows->rows,
                                                    .n = b->n1 - b->n0,
                                                    .k = job->k,
                                                    .w = matrix_row(w, b->n0, 0),
                                                    .stride_bytes = w->stride_bytes});
+}
+
+/* Base product of all rows that share it, straight from the weights, which come from memory for the
+ * first rows and from the cache for the others. */
+static void base_direct(const block *b) {
+    const linear_job *job = b->job;
+    band rows = {.rows = 0};
+    for (uint32_t i = 0; i < job->run_count; i++) {
+        const bd_cpu_run *run = &job->runs[i];
+        if (!is_shared(b, run)) continue;
+        for (uint32_t r = run->first; r < run->first + run->count; r++) {
+            rows.x[rows.rows] = job->x + (size_t)r * job->k;
+            rows.y[rows.rows++] = b->y + (size_t)r * b->y_stride;
+            if (rows.rows < BD_CPU_BAND_ROWS) continue;
+            multiply_band(b, &rows);
+            rows.rows = 0;
+        }
+    }
+    if (rows.rows > 0) multiply_band(b, &rows);
 }
 
 /* Eight rows at a time, so that they stay in the first cache while the tile streams from the
@@ -156,16 +170,16 @@ static void multiply(const bd_cpu *cpu, const multiply_job *m) {
     }
 }
 
-static void tile_multiply(const block *b, const float *tile, uint32_t first_row, uint32_t rows,
-                          uint32_t k0, uint32_t depth) {
+static void tile_multiply(const block *b, const float *tile, const bd_cpu_run *run, uint32_t k0,
+                          uint32_t depth) {
     const linear_job *job = b->job;
-    const multiply_job m = {.x = job->x + (size_t)first_row * job->k + k0,
+    const multiply_job m = {.x = job->x + (size_t)run->first * job->k + k0,
                             .x_stride = job->k,
-                            .rows = rows,
+                            .rows = run->count,
                             .tile = tile,
                             .n = b->n1 - b->n0,
                             .depth = depth,
-                            .y = b->y + (size_t)first_row * b->y_stride,
+                            .y = b->y + (size_t)run->first * b->y_stride,
                             .y_stride = b->y_stride,
                             .add = k0 > 0};
     multiply(job->cpu, &m);
@@ -193,19 +207,7 @@ static void tile_add_planes(const block *b, const bd_overlay *overlay, float *ou
     }
 }
 
-/* Neighbouring runs that need only the base go into one product. Returns the index after them. */
-static uint32_t multiply_shared(const block *b, const float *tile, uint32_t i, uint32_t k0,
-                                uint32_t depth) {
-    const linear_job *job = b->job;
-    const uint32_t first = job->runs[i].first;
-    uint32_t rows = 0;
-    for (; i < job->run_count && is_shared(b, &job->runs[i]); i++)
-        rows += job->runs[i].count;
-    tile_multiply(b, tile, first, rows, k0, depth);
-    return i;
-}
-
-static void base_and_long_tiled(const block *b, bool shared) {
+static void long_tiled(const block *b) {
     const linear_job *job = b->job;
     const bd_cpu_matrix *w = b->to->w;
     float *tile = bd_cpu_row(job->cpu, BD_CPU_TILES, b->worker, 2 * bd_cpu_tile_floats());
@@ -217,17 +219,11 @@ static void base_and_long_tiled(const block *b, bool shared) {
             job->cpu->kernels->to_f32(tile + (size_t)(n - b->n0) * depth, matrix_row(w, n, k0),
                                       w->dtype, depth);
         }
-        for (uint32_t i = 0; i < job->run_count;) {
+        for (uint32_t i = 0; i < job->run_count; i++) {
             const bd_cpu_run *run = &job->runs[i];
-            if (is_long(b, run)) {
-                tile_add_planes(b, run->overlay, own, tile, k0, depth);
-                tile_multiply(b, own, run->first, run->count, k0, depth);
-                i++;
-            } else if (shared && is_shared(b, run)) {
-                i = multiply_shared(b, tile, i, k0, depth);
-            } else {
-                i++;
-            }
+            if (!is_long(b, run)) continue;
+            tile_add_planes(b, run->overlay, own, tile, k0, depth);
+            tile_multiply(b, own, run, k0, depth);
         }
     }
 }
@@ -350,8 +346,8 @@ static void finish_run(const block *b, const bd_cpu_run *run) {
 static void multiply_whole(const linear_job *job, const bd_cpu_run *run,
                            const bd_overlay_rows *rows, uint32_t n0, uint32_t n1, float *y) {
     const uint32_t stride = job->targets[0].y_stride, run_end = run->first + run->count;
-    const float *from[BD_CPU_DIRECT_ROWS];
-    float *to[BD_CPU_DIRECT_ROWS];
+    const float *from[BD_CPU_BAND_ROWS];
+    float *to[BD_CPU_BAND_ROWS];
     const size_t row_bytes = job->k * bd_dtype_bytes(BD_DTYPE_BF16);
     for (uint32_t n = n0, end; n < n1; n = end) {
         const uint32_t index = n / rows->block_rows, at = n % rows->block_rows,
@@ -359,7 +355,7 @@ static void multiply_whole(const linear_job *job, const bd_cpu_run *run,
         end = left < n1 - n ? n + left : n1;
         for (uint32_t r = run->first; r < run_end;) {
             uint32_t count = 0;
-            for (; count < BD_CPU_DIRECT_ROWS && r < run_end; r++, count++) {
+            for (; count < BD_CPU_BAND_ROWS && r < run_end; r++, count++) {
                 from[count] = job->x + (size_t)r * job->k;
                 to[count] = y + (size_t)r * stride + (n - n0);
             }
@@ -386,10 +382,9 @@ static void compute_block(const block *b) {
         shared_rows += job->runs[i].count;
         only = &job->runs[i];
     }
-    const bool shared_tiled = shared_rows >= BD_CPU_DIRECT_ROWS;
-    if (any_long || shared_tiled) base_and_long_tiled(b, shared_tiled);
+    if (any_long) long_tiled(b);
     const bd_cpu_run *fused = shared_rows == 1 && base_and_signs(b, only) ? only : NULL;
-    if (shared_rows > 0 && !shared_tiled && fused == NULL) base_direct(b);
+    if (shared_rows > 0 && fused == NULL) base_direct(b);
     for (uint32_t i = 0; i < job->run_count; i++) {
         const bd_cpu_run *run = &job->runs[i];
         if (is_whole(b, run))
@@ -524,14 +519,14 @@ static void table_task(void *ctx, uint32_t index, uint32_t worker) {
     }
 }
 
-/* Gives short runs with planes their sum tables, as far as there is room, and fills them. */
-static void make_tables(linear_job *job) {
+/* Gives runs of [from, to) rows with planes their sum tables, as far as there is room. */
+static void give_tables(linear_job *job, uint32_t from, uint32_t to) {
     for (uint32_t i = 0; i < job->run_count; i++) {
         bd_cpu_run *run = &job->runs[i];
-        bool planes = false;
-        run->table_row = BD_CPU_NO_TABLE;
-        if (run->count >= BD_CPU_SHORT_ROWS || run->count > BD_CPU_TABLE_ROWS_MAX - job->table_rows)
+        if (run->count < from || run->count >= to ||
+            run->count > BD_CPU_TABLE_ROWS_MAX - job->table_rows)
             continue;
+        bool planes = false;
         for (uint32_t t = 0; t < job->target_count; t++) {
             planes = planes || has_planes(&job->targets[t], run->overlay, 0, job->targets[t].w->n);
         }
@@ -539,6 +534,16 @@ static void make_tables(linear_job *job) {
         run->table_row = job->table_rows;
         job->table_rows += run->count;
     }
+}
+
+/* The sum tables of all short runs. */
+static void make_tables(linear_job *job) {
+    for (uint32_t i = 0; i < job->run_count; i++)
+        job->runs[i].table_row = BD_CPU_NO_TABLE;
+    const uint32_t end = job->cpu->kernels->short_rows,
+                   few = end < BD_CPU_FEW_ROWS ? end : BD_CPU_FEW_ROWS;
+    give_tables(job, 0, few);
+    give_tables(job, few, end);
     bd_cpu_for(job->cpu, job->table_rows, 4ull * job->table_rows * job->k, table_task, job);
 }
 
