@@ -148,10 +148,10 @@ typedef struct choice {
 } choice;
 
 static const choice choices[] = {
-    {DECODE, 0, 1, true},  {LEAN, 0, 1, false},  {MIXED, 8, 1, false}, {MIXED, 16, 1, false},
-    {GEMM, 256, 1, true},  {GEMM, 256, 2, true}, {GEMM, 256, 4, true}, {GEMM, 128, 1, true},
-    {GEMM, 128, 2, true},  {GEMM, 64, 1, true},  {GEMM, 64, 2, true},  {GEMM, 256, 0, false},
-    {GEMM, 128, 0, false}, {GEMM, 64, 0, false},
+    {DECODE, 0, 1, true}, {LEAN, 0, 1, false},  {MIXED, 0, 1, false},  {GEMM, 256, 1, true},
+    {GEMM, 256, 2, true}, {GEMM, 256, 4, true}, {GEMM, 128, 1, true},  {GEMM, 128, 2, true},
+    {GEMM, 64, 1, true},  {GEMM, 64, 2, true},  {GEMM, 256, 0, false}, {GEMM, 128, 0, false},
+    {GEMM, 64, 0, false},
 };
 enum { CHOICES = sizeof choices / sizeof *choices, MIXED_ROWS = 256, LAUNCHES = 64 };
 
@@ -241,7 +241,7 @@ static void run_mixed(const work *w, int i) {
             .variants = part->variants,
             .sm_count = sms,
             .pdl = 1};
-        CHECK(k_mixed(&args, w->how.tok, stream));
+        CHECK(k_mixed(&args, stream));
     }
 }
 
@@ -361,7 +361,7 @@ static void tiles_fill(work *w, int most) {
     launch *part = NULL;
     for (int t = 0; w->how.kind == MIXED && t < w->tile_count; t++) {
         const int variant = tiles[t].variant;
-        if (!part || (part->groups + 1) * most > K_MIXED_COLUMNS || variant - part->lowest >= 16) {
+        if (!part || part->groups == K_MIXED_GROUPS || variant - part->lowest >= 16) {
             part = &w->launches[w->launch_count++];
             *part = (launch){.first_group = t, .lowest = variant};
         }
@@ -382,7 +382,7 @@ static bool choice_set(work *w, int c) {
     if (w->how.kind == MIXED ? w->rows > MIXED_ROWS || !w->variants
                              : w->rows <= 16 || w->m->k % (256 * (w->how.split ? w->how.split : 1)))
         return false;
-    tiles_fill(w, w->how.tok);
+    tiles_fill(w, w->how.kind == MIXED ? K_MIXED_ROWS : w->how.tok);
     return true;
 }
 
@@ -390,8 +390,6 @@ static const char *choice_name(const work *w, char (*text)[32]) {
     static const char *const names[] = {"decode", "lean", "mixed", "gemm"};
     if (!w->how.tok)
         snprintf(*text, sizeof *text, "%s", names[w->how.kind]);
-    else if (w->how.kind == MIXED)
-        snprintf(*text, sizeof *text, "mixed %d", w->how.tok);
     else
         snprintf(*text, sizeof *text, "gemm %d/%d", w->how.tok, w->how.split);
     return *text;
@@ -403,8 +401,8 @@ static double choice_cost(const work *w) {
         return k_gemm_cost(w->m->n, w->m->k, w->how.tok, w->how.split, w->tile_count, sms);
     if (w->how.kind == MIXED) {
         for (int l = 0; l < w->launch_count; l++)
-            cost += k_mixed_cost(w->m->n, w->m->k, w->launches[l].groups, w->how.tok,
-                                 w->launches[l].variants, sms);
+            cost +=
+                k_mixed_cost(w->m->n, w->m->k, w->launches[l].groups, w->launches[l].variants, sms);
         return cost;
     }
     for (int first = 0; first < w->rows; first += K_DECODE_ROWS) {

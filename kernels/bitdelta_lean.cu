@@ -29,57 +29,6 @@ __device__ __forceinline__ float lds_float(u32 addr_s) {
   return v;
 }
 
-// A float as it travels: never 0.
-__device__ __forceinline__ u32 word_of(float v) {
-  const u32 w = ~__float_as_uint(v);
-  return w ? w : 0x80000000u;  // the one NaN that would be 0 becomes another
-}
-__device__ __forceinline__ void store_words(uint4* p, uint4 v) {
-  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-__device__ __forceinline__ uint4 load_words(const uint4* p) {
-  uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-  return v;
-}
-
-// A CTA's accumulators: [NT / 8][256 threads] of four words.
-template <int NT> __device__ __forceinline__ void leave_words(const float (&d)[NT / 2], const Split& split, int cta, int tid) {
-  uint4* to = (uint4*)split.words(cta) + tid;
-#pragma unroll
-  for (int i = 0; i < NT / 8; i++)
-    store_words(to + i * 256, make_uint4(word_of(d[4 * i]), word_of(d[4 * i + 1]), word_of(d[4 * i + 2]), word_of(d[4 * i + 3])));
-}
-// Adds those of CTAs [c0, c1) in their order and clears them; four CTAs' loads in flight.
-template <int NT> __device__ __forceinline__ void add_words(float (&d)[NT / 2], const Split& split, int c0, int c1, int tid) {
-  for (int c = c0; c < c1; c += 4) {
-    uint4 w[4][NT / 8];
-    bool ready;
-    do {
-      ready = true;
-#pragma unroll
-      for (int k = 0; k < 4; k++)
-#pragma unroll
-        for (int i = 0; i < NT / 8; i++) {
-          w[k][i] = c + k < c1 ? load_words((const uint4*)split.words(c + k) + i * 256 + tid) : make_uint4(1, 1, 1, 1);
-        }
-#pragma unroll
-      for (int k = 0; k < 4; k++)
-#pragma unroll
-        for (int i = 0; i < NT / 8; i++) ready &= w[k][i].x && w[k][i].y && w[k][i].z && w[k][i].w;
-    } while (!ready);
-#pragma unroll
-    for (int k = 0; k < 4; k++)
-      if (c + k < c1)
-#pragma unroll
-        for (int i = 0; i < NT / 8; i++) {
-          d[4 * i] += __uint_as_float(~w[k][i].x), d[4 * i + 1] += __uint_as_float(~w[k][i].y);
-          d[4 * i + 2] += __uint_as_float(~w[k][i].z), d[4 * i + 3] += __uint_as_float(~w[k][i].w);
-          store_words((uint4*)split.words(c + k) + i * 256 + tid, make_uint4(0, 0, 0, 0));
-        }
-  }
-}
-
 // x rows of unit blocks -> the swizzled B operand, and from there the planes. Each of the warps makes every MAKERS-th row.
 template <typename T, int NT, bool DELTA>
 __device__ __forceinline__ void make_pieces(const k_decode_args& a, uint8_t* pieces, u32 pfull, u32 pempty, int u0, int u1, int warp, int lane) {
@@ -148,7 +97,7 @@ template <typename T, int NT, Mode MODE> __global__ void __launch_bounds__(THREA
   const u32 full = smem_u32(bars), empty = full + 8 * MAX_RING, pfull = empty + 8 * MAX_RING, pempty = pfull + 8 * MAX_RING, sfull = pempty + 8 * MAX_RING,
             sempty = sfull + 8 * MAX_RING, tables = smem_u32(bars + 6 * MAX_RING);
   const int wg = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, (threadIdx.x / 32) % 4, 0), lane = threadIdx.x % 32;
-  const int per_tile = a.k / 256, units = (a.n + 127) / 128 * per_tile, steps = 4 * per_tile;
+  const int per_tile = a.k / 256, units = (a.n + 127) / 128 * per_tile;
   const uint8_t* bits = nullptr;                          // of slot `lane`, in warp 9
   const float *scale = nullptr, *slot_bias = nullptr;     // likewise
   int slot = -1;                                          // of row `lane`, likewise
@@ -159,14 +108,7 @@ template <typename T, int NT, Mode MODE> __global__ void __launch_bounds__(THREA
       prefetch_map(&a.w);
       const int cta = draw_ticket(a.ticket, gridDim.x);
       ticket = cta;
-      for (int i = 0; i < a.stages; i++) mbar_init(full + 8 * i, 1), mbar_init(empty + 8 * i, 8);
-      mbar_init_fence();
-      const int s0 = 4 * split_begin(units, cta, gridDim.x), s1 = 4 * split_begin(units, cta + 1, gridDim.x);
-      filled = min(a.stages / a.burst * a.burst, s1 - s0);
-      for (int i = 0; i < filled; i++) {
-        mbar_expect(full + 8 * i, W_BYTES);
-        tma_load(base + i * W_BYTES, &a.w, (s0 + i) % steps * 64, (s0 + i) / steps * 128, full + 8 * i, SM90_EVICT_FIRST);
-      }
+      filled = w_begin(a.w, base, full, empty, split_begin(units, cta, gridDim.x), split_begin(units, cta + 1, gridDim.x), per_tile, a.stages, a.burst, 8);
     }
     __syncwarp();
   } else if (wg == 2 && warp == 1) {
@@ -199,20 +141,7 @@ template <typename T, int NT, Mode MODE> __global__ void __launch_bounds__(THREA
     if (wg == 3) {
       make_pieces<T, NT, DELTA>(a, smem_raw + (pieces - smem_u32(smem_raw)), pfull, pempty, u0, u1, warp + 2, lane);
     } else if (warp == 0) {
-      if (lane == 0) {
-        // In bursts, so that neighbouring 128-byte pieces of a W row reach the memory together.
-        Ring r = {filled, 0};
-        if (r.at == a.stages) r.at = 0;
-        else r.phase = 1;  // stages past the whole bursts are still fresh: their first wait must pass
-        for (int s = 4 * u0 + filled; s < 4 * u1; s += a.burst) {
-          Ring w = r;
-          for (int i = 0; i < a.burst; i++, w.next(a.stages)) mbar_wait(empty + 8 * w.at, w.phase);
-          for (int i = 0; i < a.burst; i++, r.next(a.stages)) {
-            mbar_expect(full + 8 * r.at, W_BYTES);
-            tma_load(base + r.at * W_BYTES, &a.w, (s + i) % steps * 64, (s + i) / steps * 128, full + 8 * r.at, SM90_EVICT_FIRST);
-          }
-        }
-      }
+      if (lane == 0) w_stream<false>(a.w, base, full, empty, u0, u1, per_tile, a.stages, a.burst, filled);
     } else if (warp == 1) {
       const bool some = __any_sync(~0u, slot_bias != nullptr) || a.bias;
       if (DELTA) {
@@ -361,10 +290,10 @@ template <typename T, int NT, Mode MODE> __global__ void __launch_bounds__(THREA
       }
       const int tile_end = first + per_tile;
       if (!head) {  // only a CTA's first tile can lack its head: one partial per CTA
-        leave_words<NT>(d, split, cta, tid);
+        leave_words(d, split, cta, tid);
         continue;
       }
-      if (end < tile_end) add_words<NT>(d, split, cta + 1, split_last(units, cta, gridDim.x, tile_end), tid);
+      if (end < tile_end) add_words(d, split, cta + 1, split_last(units, cta, gridDim.x, tile_end), tid);
       if (any_bias)
 #pragma unroll
         for (int i = 0; i < NT / 2; i++) {

@@ -116,14 +116,15 @@ double k_decode_cost(int n, int k, int rows, int slots, int sm_count);
 uint64_t k_planes_bytes(int rows, int k);
 cudaError_t k_planes(uint8_t *planes, const void *x, int rows, int k, bool fp16, bool pdl, cudaStream_t stream);
 
-#define K_MIXED_COLUMNS 128 /* most columns of one launch: groups times their width */
+#define K_MIXED_GROUPS 16 /* most groups of one launch */
+#define K_MIXED_ROWS 8    /* most rows of a group */
 
 typedef struct k_mixed_args { /* bitdelta_mixed.cu: rows of several variants, the base product once */
     CUtensorMap w, x;          /* W [n, k] box 128 x 64; x [rows, k] box 8 x 64; 128-byte swizzle */
     const void *w_data;
     const k_overlay_linear *overlays;
     const int32_t *columns;    /* [variants] column of the overlay table of each slot */
-    const k_gemm_tile *groups; /* rows [m0, m1) of x and y, m1 - m0 <= width; variant: the slot, -1: base. Every slot has a group, in rising order */
+    const k_gemm_tile *groups; /* rows [m0, m1) of x and y, K_MIXED_ROWS at most; variant: the slot, -1: base. Every slot has a group, in rising order */
     const float *bias;         /* base's [n], may be NULL */
     void *y;                   /* [rows, n] */
     unsigned long long *workspace; /* as k_decode_args' */
@@ -133,10 +134,10 @@ typedef struct k_mixed_args { /* bitdelta_mixed.cu: rows of several variants, th
     int32_t pdl;               /* as k_gemm_args' */
     int32_t stages, chunks, burst; /* set by the launcher */
 } k_mixed_args;
-/* width: 8 or 16; group_count * width <= K_MIXED_COLUMNS, 1 <= variants <= 16; k % 256 == 0, n % 8 == 0. */
-cudaError_t k_mixed(const k_mixed_args *args, int width, cudaStream_t stream);
-/* As k_gemm_cost; an estimate from instruction rates, not measured. */
-double k_mixed_cost(int n, int k, int groups, int width, int variants, int sm_count);
+/* 1 <= group_count <= K_MIXED_GROUPS, 1 <= variants <= 16; k % 256 == 0, n % 8 == 0. */
+cudaError_t k_mixed(const k_mixed_args *args, cudaStream_t stream);
+/* As k_gemm_cost. */
+double k_mixed_cost(int n, int k, int groups, int variants, int sm_count);
 
 /* Sign chunks: [ceil(n / 128)][ceil(k / 256)] of 4096 bytes, see repack.cu. */
 uint64_t k_sign_bytes(uint32_t n, uint32_t k);

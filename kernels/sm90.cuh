@@ -19,6 +19,14 @@ __device__ __forceinline__ void mbar_wait(u32 bar_s, u32 parity) {
       "r"(parity)
       : "memory");
 }
+// The same for a thread with nothing to do that shares its scheduler with busy ones: spinning takes their issue slots.
+__device__ __forceinline__ void mbar_wait_idle(u32 bar_s, u32 parity) {
+  u32 there;
+  do {
+    asm volatile("{.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}" : "=r"(there) : "r"(bar_s), "r"(parity) : "memory");
+    if (!there) __nanosleep(40);
+  } while (!there);
+}
 __device__ __forceinline__ void mbar_arrive(u32 bar_s) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar_s) : "memory");
 }

@@ -40,24 +40,75 @@ __device__ __forceinline__ void await_flag(const unsigned* flag) {
 }
 __device__ __forceinline__ void lower_flag(unsigned* flag) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(0u) : "memory"); }
 
-// The accumulators of 256 threads, R floats each.
-template <int R> __device__ __forceinline__ void leave_partial(const float (&d)[R], const Split& split, int cta, int tid) {
+// A float as it travels: never 0.
+__device__ __forceinline__ u32 word_of(float v) {
+  const u32 w = ~__float_as_uint(v);
+  return w ? w : 0x80000000u;  // the one NaN that would be 0 becomes another
+}
+__device__ __forceinline__ void store_words(uint4* p, uint4 v) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ __forceinline__ uint4 load_words(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+
+// The accumulators of THREADS threads, R floats each, as words: [R / 4][THREADS] of four.
+template <int R, int THREADS = 256> __device__ __forceinline__ void leave_words(const float (&d)[R], const Split& split, int cta, int tid) {
+  uint4* to = (uint4*)split.words(cta) + tid;
+#pragma unroll
+  for (int i = 0; i < R / 4; i++)
+    store_words(to + i * THREADS, make_uint4(word_of(d[4 * i]), word_of(d[4 * i + 1]), word_of(d[4 * i + 2]), word_of(d[4 * i + 3])));
+}
+// Adds those of CTAs [c0, c1) in their order and clears them; four CTAs' loads in flight.
+template <int R, int THREADS = 256> __device__ __forceinline__ void add_words(float (&d)[R], const Split& split, int c0, int c1, int tid) {
+  for (int c = c0; c < c1; c += 4) {
+    uint4 w[4][R / 4];
+    bool ready;
+    do {
+      ready = true;
+#pragma unroll
+      for (int k = 0; k < 4; k++)
+#pragma unroll
+        for (int i = 0; i < R / 4; i++) {
+          w[k][i] = c + k < c1 ? load_words((const uint4*)split.words(c + k) + i * THREADS + tid) : make_uint4(1, 1, 1, 1);
+        }
+#pragma unroll
+      for (int k = 0; k < 4; k++)
+#pragma unroll
+        for (int i = 0; i < R / 4; i++) ready &= w[k][i].x && w[k][i].y && w[k][i].z && w[k][i].w;
+    } while (!ready);
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      if (c + k < c1)
+#pragma unroll
+        for (int i = 0; i < R / 4; i++) {
+          d[4 * i] += __uint_as_float(~w[k][i].x), d[4 * i + 1] += __uint_as_float(~w[k][i].y);
+          d[4 * i + 2] += __uint_as_float(~w[k][i].z), d[4 * i + 3] += __uint_as_float(~w[k][i].w);
+          store_words((uint4*)split.words(c + k) + i * THREADS + tid, make_uint4(0, 0, 0, 0));
+        }
+  }
+}
+
+// The accumulators of THREADS threads, R floats each.
+template <int R, int THREADS = 256> __device__ __forceinline__ void leave_partial(const float (&d)[R], const Split& split, int cta, int tid) {
   float4* to = (float4*)split.partial(cta) + tid;
 #pragma unroll
-  for (int i = 0; i < R / 4; i++) __stcg(to + i * 256, make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]));
+  for (int i = 0; i < R / 4; i++) __stcg(to + i * THREADS, make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]));
   __threadfence();
-  named_barrier(1, 256);
+  named_barrier(1, THREADS);
   if (tid == 0) raise_flag(split.flag(cta));
 }
 
 // Adds the partials of CTAs [c0, c1), at most `room` at a time through shared memory at base.
-template <int R>
+template <int R, int THREADS = 256>
 __device__ __forceinline__ void fetch_partials(float (&d)[R], const Split& split, int c0, int c1, int tid, u32 base, int room, u32 bar_s) {
-  constexpr int BYTES = R * 1024;
+  constexpr int BYTES = R * THREADS * 4;
   u32 phase = 0;
   for (int c = c0; c < c1; c += room, phase ^= 1) {
     const int n = min(room, c1 - c);
-    named_barrier(1, 256);  // both warpgroups are done with the stages, or with the round before
+    named_barrier(1, THREADS);  // all are done with the stages, or with the round before
     if (tid == 0) {
       mbar_expect(bar_s, n * BYTES);
       for (int i = 0; i < n; i++) {
@@ -71,7 +122,7 @@ __device__ __forceinline__ void fetch_partials(float (&d)[R], const Split& split
 #pragma unroll
       for (int i = 0; i < R / 4; i++) {
         float4 v;
-        asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(base + p * BYTES + (i * 256 + tid) * 16));
+        asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(base + p * BYTES + (i * THREADS + tid) * 16));
         d[4 * i] += v.x, d[4 * i + 1] += v.y, d[4 * i + 2] += v.z, d[4 * i + 3] += v.w;
       }
   }

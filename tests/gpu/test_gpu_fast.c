@@ -136,9 +136,9 @@ static void run_gemm(const problem *p, int tok, int parts, int sms, float *y) {
     gemm_finish(&r, y);
 }
 
-enum how { PLAIN, LEAN, MIXED_8, MIXED_16, HOWS }; /* kernels for few rows */
-static const char *const how_names[HOWS] = {"decode", "lean decode", "mixed 8", "mixed 16"};
-static const char *const how_kernels[HOWS] = {"decode", "lean", "mixed", "mixed"};
+enum how { PLAIN, LEAN, MIXED, HOWS }; /* kernels for few rows */
+static const char *const how_names[HOWS] = {"decode", "lean decode", "mixed"};
+static const char *const how_kernels[HOWS] = {"decode", "lean", "mixed"};
 
 typedef struct decode_run {
     enum how how;
@@ -151,16 +151,16 @@ typedef struct decode_run {
 } decode_run;
 
 /* Groups of rows [first, first + rows) of one slot each; 0: too many. */
-static int groups_fill(const problem *p, int first, int rows, int width, const int32_t *slot, k_gemm_tile *out) {
+static int groups_fill(const problem *p, int first, int rows, const int32_t *slot, k_gemm_tile *out) {
     int count = 0;
     for (int m = 0; m < rows; m++) {
         k_gemm_tile *last = count ? &out[count - 1] : NULL;
         const bool same = last && last->variant == slot[m] && p->row_overlay[first + m] == p->row_overlay[first + m - 1];
-        if (same && last->m1 - last->m0 < width) {
+        if (same && last->m1 - last->m0 < K_MIXED_ROWS) {
             last->m1++;
             continue;
         }
-        if ((count + 1) * width > K_MIXED_COLUMNS) return 0;
+        if (count == K_MIXED_GROUPS) return 0;
         out[count++] = (k_gemm_tile){first + m, first + m + 1, slot[m], 0};
     }
     return count;
@@ -169,18 +169,17 @@ static int groups_fill(const problem *p, int first, int rows, int width, const i
 /* Rows [first, first + rows) of the problem in one launch, with every buffer of its own. False: not of this kernel. */
 static bool decode_prepare(const problem *p, enum how how, int sms, int first, int rows, bool pdl, decode_run *r) {
     const linear_case c = p->c;
-    int32_t columns[16] = {0}, slot[K_MIXED_COLUMNS];
-    k_gemm_tile groups[16] = {0};
+    int32_t columns[16] = {0}, slot[K_MIXED_GROUPS * K_MIXED_ROWS];
+    k_gemm_tile groups[K_MIXED_GROUPS] = {0};
     int variants = 0;
     for (int m = 0; m < rows; m++) {
         int overlay = p->row_overlay[first + m];
         if (overlay >= 0 && (!variants || columns[variants - 1] != overlay)) columns[variants++] = overlay;
         slot[m] = overlay < 0 ? -1 : variants - 1;
     }
-    const int width = how == MIXED_16 ? 16 : 8;
-    const int group_count = how >= MIXED_8 && variants ? groups_fill(p, first, rows, width, slot, groups) : 0;
-    if ((how == PLAIN && rows > K_DECODE_ROWS) || (how == LEAN && rows > K_LEAN_ROWS) || (how >= MIXED_8 && !group_count)) return false;
-    const int tokens = how >= MIXED_8 ? 8 : k_decode_tokens(rows);
+    const int group_count = how == MIXED && variants ? groups_fill(p, first, rows, slot, groups) : 0;
+    if ((how == PLAIN && rows > K_DECODE_ROWS) || (how == LEAN && rows > K_LEAN_ROWS) || (how == MIXED && !group_count)) return false;
+    const int tokens = how == MIXED ? K_MIXED_ROWS : k_decode_tokens(rows);
     *r = (decode_run){.how = how, .first = first, .rows = rows, .d = upload(p, 0, c.rows), .split = splitting_make(sms)};
     const uint8_t *x = (uint8_t *)r->d.x.data + (size_t)first * (size_t)c.k * 2;
     r->planes = buffer_make(NULL, k_planes_bytes(rows, c.k));
@@ -204,7 +203,7 @@ static void decode_launch(const decode_run *r, cudaStream_t stream) {
         CUDA_OK(k_planes(r->planes.data, a->x_data, a->rows, a->k, a->fp16, a->pdl, stream));
     if (r->how == PLAIN) CUDA_OK(k_decode(a, stream));
     else if (r->how == LEAN) CUDA_OK(k_decode_lean(a, stream));
-    else CUDA_OK(k_mixed(&r->mixed, r->how == MIXED_16 ? 16 : 8, stream));
+    else CUDA_OK(k_mixed(&r->mixed, stream));
 }
 
 static void decode_finish(decode_run *r, const problem *p, float *y) {
@@ -238,8 +237,10 @@ static double *reference_of(const problem *p) {
     return want;
 }
 
+/* Bounds are of many outputs; of few, the rounding of one weighs. */
 static void check(const problem *p, const float *y, const double *want, double bound, const char *what) {
-    CHECK_L2(y, want, (size_t)p->c.rows * (size_t)p->c.n, bound, "%s: rows %d n %d k %d variants %d", what, p->c.rows, p->c.n, p->c.k, p->c.variants);
+    const size_t count = (size_t)p->c.rows * (size_t)p->c.n;
+    CHECK_L2(y, want, count, bound * (1 + 4 / sqrt((double)count)), "%s: rows %d n %d k %d variants %d", what, p->c.rows, p->c.n, p->c.k, p->c.variants);
 }
 
 static void test_gemm(void **state) {
@@ -335,7 +336,7 @@ static void test_decode(void **state) {
         free(plain);
         problem_free(&p);
     }
-    printf("launches of decode, lean, mixed 8, mixed 16: %d %d %d %d\n", ran[PLAIN], ran[LEAN], ran[MIXED_8], ran[MIXED_16]);
+    printf("launches of decode, lean, mixed: %d %d %d\n", ran[PLAIN], ran[LEAN], ran[MIXED]);
     for (int how = PLAIN; how < HOWS; how++) assert_true(ran[how] > 0 || !wanted(how_kernels[how]));
 }
 
@@ -378,7 +379,7 @@ static void one_hot(enum how how, int rows, int at) {
             const int v = p.row_overlay[m];
             const float w = bd_bf16_to_f32(p.w[n * 512 + k]), delta = v < 0 ? 0 : (float)sign_of(p.bits[v][0], n, k, 512) * p.scale[v][0][n];
             const float want = w + delta, got = y[(size_t)m * 200 + n];
-            const bool right = how >= MIXED_8 ? got == bd_bf16_to_f32(bd_f32_to_bf16(want)) : fabsf(got - want) <= fabsf(want) * 0x1p-8f + 1e-6f;
+            const bool right = how == MIXED ? got == bd_bf16_to_f32(bd_f32_to_bf16(want)) : fabsf(got - want) <= fabsf(want) * 0x1p-8f + 1e-6f;
             if (!right) fail_msg("%s: rows %d row %d output %zu: %g, want %g", how_names[how], rows, m, n, (double)got, (double)want);
         }
     free(y);

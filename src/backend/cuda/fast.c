@@ -9,7 +9,7 @@
 
 static const uint32_t tile_tokens[CUDA_TILES] = {256, 128, 64};
 
-cuda_choices cuda_fast_choices = {.lean = false, .mixed = false, .even = false};
+cuda_choices cuda_fast_choices = {.lean = true, .mixed = true, .even = false};
 
 static void group_shape(const bd_cuda *cuda, bd_group group, cuda_group *out) {
     static const bd_linear firsts[CUDA_GROUPS] = {BD_LINEAR_Q, BD_LINEAR_O, BD_LINEAR_GATE,
@@ -151,21 +151,17 @@ static bool slots_fill(bd_cuda *cuda, const bd_step *step, cuda_fast_step *d) {
     return true;
 }
 
-/* Groups of at most `width` rows of one variant, in launches; false: too many launches. */
-static bool mixed_split(const bd_step *step, uint32_t width, k_gemm_tile *groups, int32_t *columns,
+/* Groups of at most K_MIXED_ROWS rows of one variant, in launches; false: too many launches. */
+static bool mixed_split(const bd_step *step, k_gemm_tile *groups, int32_t *columns,
                         cuda_fast_step *d) {
     uint32_t count = 0, slots = 0;
     cuda_mixed *launch = NULL;
-    memset(d->mixed, 0, sizeof d->mixed);
-    d->mixed_count = 0;
-    d->mixed_width = width;
     for (uint32_t s = 0; s < step->segment_count; s++) {
         const int32_t overlay = step->segments[s].overlay;
         const uint32_t end = step->segments[s].first_row + step->segments[s].row_count;
         bool fresh = overlay >= 0;
-        for (uint32_t row = step->segments[s].first_row; row < end; row += width) {
-            if (!launch || (launch->groups + 1) * width > K_MIXED_COLUMNS ||
-                (fresh && launch->slots == 16)) {
+        for (uint32_t row = step->segments[s].first_row; row < end; row += K_MIXED_ROWS) {
+            if (!launch || launch->groups == K_MIXED_GROUPS || (fresh && launch->slots == 16)) {
                 if (d->mixed_count == CUDA_MIXED_MAX) return false;
                 launch = &d->mixed[d->mixed_count++];
                 launch->first_group = count;
@@ -174,9 +170,9 @@ static bool mixed_split(const bd_step *step, uint32_t width, k_gemm_tile *groups
             }
             if (fresh) columns[slots++] = overlay, launch->slots++, fresh = false;
             launch->groups++;
-            groups[count++] =
-                (k_gemm_tile){(int32_t)row, (int32_t)(row + width < end ? row + width : end),
-                              overlay < 0 ? -1 : (int32_t)launch->slots - 1, 0};
+            const uint32_t stop = row + K_MIXED_ROWS < end ? row + K_MIXED_ROWS : end;
+            groups[count++] = (k_gemm_tile){(int32_t)row, (int32_t)stop,
+                                            overlay < 0 ? -1 : (int32_t)launch->slots - 1, 0};
         }
     }
     for (uint32_t i = 0; i < d->mixed_count; i++)
@@ -187,8 +183,8 @@ static bool mixed_split(const bd_step *step, uint32_t width, k_gemm_tile *groups
 static double mixed_cost(const cuda_fast *fast, uint32_t n, uint32_t k, const cuda_fast_step *d) {
     double cost = 0;
     for (uint32_t i = 0; i < d->mixed_count; i++)
-        cost += k_mixed_cost((int)n, (int)k, (int)d->mixed[i].groups, (int)d->mixed_width,
-                             (int)d->mixed[i].slots, fast->sm_count);
+        cost += k_mixed_cost((int)n, (int)k, (int)d->mixed[i].groups, (int)d->mixed[i].slots,
+                             fast->sm_count);
     return cost;
 }
 
@@ -198,17 +194,8 @@ static bool mixed_fill(bd_cuda *cuda, const bd_step *step, cuda_fast_step *d) {
     int32_t *columns = cuda_upload_reserve(cuda, step->row_count, sizeof *columns,
                                            (const void **)&d->mixed_columns);
     if (!groups || !columns) return false;
-    double least = 1e300;
-    uint32_t best = 0;
-    for (uint32_t width = 8; width <= 16; width *= 2) {
-        if (!mixed_split(step, width, groups, columns, d)) continue;
-        const double cost = mixed_cost(&cuda->fast, 4096, 4096, d); /* the order is every shape's */
-        if (cost < least) least = cost, best = width;
-    }
-    if (best)
-        mixed_split(step, best, groups, columns, d);
-    else
-        memset(d->mixed, 0, sizeof d->mixed), d->mixed_count = d->mixed_width = 0;
+    if (!mixed_split(step, groups, columns, d))
+        memset(d->mixed, 0, sizeof d->mixed), d->mixed_count = 0;
     return true;
 }
 
@@ -289,7 +276,7 @@ static bd_status mixed(bd_cuda *cuda, uint32_t layer, bd_group group, const cuda
                                .sm_count = fast->sm_count,
                                .fp16 = cuda->fp16,
                                .pdl = 1};
-    return cuda_check(cuda, k_mixed(&args, (int)d->mixed_width, cuda->stream), "mixed rows", err);
+    return cuda_check(cuda, k_mixed(&args, cuda->stream), "mixed rows", err);
 }
 
 typedef struct gemm_choice {

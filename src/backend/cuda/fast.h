@@ -72,10 +72,10 @@ typedef struct cuda_fast_step {
     const int32_t *columns, *slot; /* overlay column of each slot, slot of each row in its chunk */
     cuda_chunk chunks[CUDA_CHUNKS_MAX];
     uint32_t chunk_count;         /* 0: too many rows */
-    const k_gemm_tile *groups;    /* of the mixed kernel, mixed_width rows at most */
+    const k_gemm_tile *groups;    /* of the mixed kernel */
     const int32_t *mixed_columns; /* overlay column of each slot */
     cuda_mixed mixed[CUDA_MIXED_MAX];
-    uint32_t mixed_count, mixed_width; /* 0: not for this step */
+    uint32_t mixed_count; /* 0: not for this step */
 } cuda_fast_step;
 
 /* After the arenas are carved. Never fails: what cannot be fast is left to the plain kernels. */
