@@ -22,9 +22,6 @@
 #define BD_HTTP_ADDRESS_MAX    80
 #define BD_HTTP_REQUEST_ID_MAX 128
 #define BD_HTTP_HOST_MAX       256
-/* With SPARE_DESCRIPTORS of server.c these leave 128 for all else that is opened. */
-#define BD_HTTP_EXCESS_CONNECTIONS 64u
-#define BD_HTTP_ADMIN_CONNECTIONS  64u
 
 typedef enum bd_route_id {
     BD_ROUTE_UNKNOWN,
@@ -89,6 +86,8 @@ struct bd_http_server {
     uint32_t key_count;
     bd_server_key admin_key;
     bool admin_guarded;
+    /* Held beyond connections_max, so that they get an answer; and of the admin listener. */
+    uint32_t excess_connections, admin_connections;
     bd_shard *shards; /* shard_count, then one for admin if there is one */
     uint32_t shard_total;
     bd_worker *workers;

@@ -89,9 +89,9 @@ static enum MHD_Result on_accept(void *cls, const struct sockaddr *address, sock
     const bd_http_server *server = shard->server;
     (void)address;
     (void)bytes;
-    bool full = shard->admin ? shard->conn_count >= BD_HTTP_ADMIN_CONNECTIONS
+    bool full = shard->admin ? shard->conn_count >= server->admin_connections
                              : atomic_load(&server->connection_count) >=
-                                   server->options.connections_max + BD_HTTP_EXCESS_CONNECTIONS;
+                                   server->options.connections_max + server->excess_connections;
     if (!full) return MHD_YES;
     bd_http_count_limit(server, "connections");
     return MHD_NO;
@@ -370,7 +370,8 @@ static bd_status start_daemon(bd_shard *shard, bd_error *err) {
     const bool tls = shard->server->tls && !shard->admin;
     /* Never reached, as on_accept comes first; at its limit the library would stop accepting. Not
      * strict, or it would refuse a missing Host itself, with its header block twice. */
-    const unsigned connections = options->connections_max + 2u * BD_HTTP_EXCESS_CONNECTIONS;
+    const unsigned connections = options->connections_max + shard->server->excess_connections +
+                                 shard->server->admin_connections;
     /* The list of options ends at the first MHD_OPTION_END: without TLS before those of TLS. */
     shard->daemon = MHD_start_daemon(
         MHD_USE_EPOLL | MHD_ALLOW_SUSPEND_RESUME | MHD_USE_ERROR_LOG | (tls ? MHD_USE_TLS : 0u), 0,

@@ -3,13 +3,14 @@ do not grow with connections or with time. Nothing is timed."""
 
 import selectors
 import socket
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import requests
-from conftest import MODELS, events_of, eventually
-from raw_http import request
+from conftest import BINARY, MODELS, ROOT, VARIANTS, events_of, eventually
+from raw_http import Reader, request
 
 STREAMS = 200
 TOKENS = 16
@@ -168,6 +169,53 @@ def test_silent_connections_beyond_the_limit(launch):
     eventually(lambda: server.get("/v1/models").status_code == 200, what="room again")
     server.session.close()
     eventually(lambda: descriptors(server) <= before, what="no descriptor left")
+
+
+@pytest.mark.parametrize("limit", [64, 160, 500])
+def test_few_open_files(launch, limit):
+    """However few the process may open: with as many silent clients of both listeners as they will hold, /health answers at once, files of
+    variants can be read, and whoever comes on top of that is told or closed, not left waiting."""
+    server = launch("--request-header-seconds", "3600", "--http-threads", "2", under=("sh", "-c", f'ulimit -n {limit}; exec "$@"', "sh"))
+    line = rf"open file limit {limit}: connections_max lowered to (\d+), (\d+) more for refusals, (\d+) for the admin listener, (\d+) kept"
+    most, excess, admin, kept = map(int, server.find(line).groups())
+    assert most + excess + admin + kept == limit and most > limit // 8
+
+    def dial(count, port):
+        return [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(count)]
+
+    def ask(raw, sent):
+        raw.sendall(sent)
+        answer = Reader(raw).answer()
+        assert answer.status == 200
+        return answer.body.decode()
+
+    def full():
+        return f"\nbd_http_connections {most}\n" in ask(orders, request("GET", "/metrics", host="127.0.0.1"))
+
+    early = server.connect()
+    (orders,) = dial(1, server.admin_port)
+    held = dial(most - 1, server.port) + dial(admin - 1, server.admin_port)
+    for wave in range(3):
+        eventually(full, what="a full server")
+        late = dial(2 * excess + 8, server.port) + dial(8, server.admin_port)
+        ask(early, request("GET", "/health"))
+        ask(orders, request("POST", f"/admin/variants/{VARIANTS[wave]}/load", host="127.0.0.1"))
+        for raw in late:
+            assert raw.recv(100) == b""  # at once, or after the two seconds of those that get an answer when they ask
+            raw.close()
+        eventually(full, what="a full server")
+        (raw,) = dial(1, server.port)
+        ask(raw, request("GET", "/health"))
+        raw.close()
+    for raw in (early, orders, *held):
+        raw.close()
+    eventually(lambda: server.get("/v1/models").status_code == 200, what="room again")
+
+
+def test_too_few_open_files():
+    done = subprocess.run(["sh", "-c", 'ulimit -n 30; exec "$@"', "sh", BINARY, "serve", "--base", "demo/zen-mini", "--listen", "127.0.0.1:0", "--admin", "none",
+                           "--backend", "cpu"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "the limit of 30 open files" in done.stderr, done.stderr
 
 
 def test_streams_that_are_broken_off(launch, bodies):
