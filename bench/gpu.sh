@@ -24,8 +24,7 @@
 #   serving_ranks  2     a server split over two GPUs beside one GPU and the goldens: tokens of all variants, shards that are missing, ends
 #
 # Environment: BUILD (default build; a build with BD_CUDA=on and BD_BENCH=on), OUT (default bench/results/gpu-<name>), COMMIT
-# (default git's), CHOICES (of lean, mixed, even: the kernels that choices times beside those that are chosen among; default all). A
-# stage writes OUT/<stage>.txt, or .csv with the full figures, and prints a summary when it ends, short enough for
+# (default git's). A stage writes OUT/<stage>.txt, or .csv with the full figures, and prints a summary when it ends, short enough for
 # a terminal that keeps little. Files name the command, the GPU, the driver and the commit. Exit status 1 if anything failed.
 #
 # On a machine with prebuilt binaries, where a command may take ten minutes:
@@ -39,7 +38,6 @@
 #   1.  tests/data/unpack.sh && bench/gpu.sh unpack gpu.tar.xz && bench/gpu.sh ranks comm
 #   2.  bench/gpu.sh model_ranks
 #   3.  bench/gpu.sh serving_ranks
-# A kernel that is not chosen yet and was faster is switched on by cuda_fast_choices (src/backend/cuda/fast.c).
 set -u
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build}
@@ -109,7 +107,7 @@ stage_tests() {
     for test in "$build"/tests/test_gpu_*; do
         [[ -x $test && $test != *.* && $test != *_ranks && $test != *_tp && $test != *_fast ]] && keep tests.txt 150 "$test"
     done
-    for kernels in gemm,decode lean mixed even; do # each by itself, so that one that hangs hides no other
+    for kernels in gemm,decode lean mixed; do # each by itself, so that one that hangs hides no other
         keep tests.txt 60 env BD_GPU_KERNELS=$kernels "$build/tests/test_gpu_fast"
     done
 }
@@ -118,7 +116,7 @@ stage_sanitizers() {
     sanitizer=$(find_sanitizer) || { say "  skipped: compute-sanitizer is not here"; return; }
     export BD_GPU_SMALL=1
     # racecheck knows no copies by the async engine: of the kernels that wait on those, memcheck alone.
-    for what in gemm,decode lean mixed even; do
+    for what in gemm,decode lean mixed; do
         keep sanitizers.txt 60 env BD_GPU_KERNELS=$what "$sanitizer" --tool memcheck --error-exitcode 9 "$build/tests/test_gpu_fast" 1
     done
     for what in sampling attention; do
@@ -129,7 +127,7 @@ stage_sanitizers() {
     unset BD_GPU_SMALL
 }
 stage_choices() {
-    BENCH_CHOICES=${CHOICES:-1} keep choices.csv 300 "$build/bench_gpu_linear" 3 8B 1,8,12,16,24,32,64,128,256,512,1024 1,2,8,14
+    BENCH_CHOICES=1 keep choices.csv 300 "$build/bench_gpu_linear" 3 8B 1,8,12,16,24,32,64,128,256,512,1024 1,2,8,14
     while read -r line; do say "    $line"; done < <(grep -a ': base' "$out/choices.log" | cut -c1-200)
 }
 stage_linear() { keep linear.csv 300 "$build/bench_gpu_linear" 5 && layers linear.csv; }
@@ -139,7 +137,6 @@ layers() { # CSV: its lines "layer", shortened
 stage_model() {
     local dtype
     for dtype in bf16 fp16; do keep model.csv 100 "$build/bench_gpu_model" 8b $dtype; done
-    keep model.csv 100 "$build/bench_gpu_model" 8b bf16 lean,mixed,even # kernels that are not chosen among yet
     steps model.csv
 }
 # steps CSV: a line a step: model/GPUs, what, batch, context, variants: us, tokens/s; of several GPUs how much faster than one, all
@@ -216,9 +213,9 @@ stage_comm() {
 }
 stage_model_ranks() {
     find_nccl
-    keep model_ranks.csv 45 "$build/bench_gpu_model" 8b bf16 - 1
-    keep model_ranks.csv 45 "$build/bench_gpu_model" 8b bf16 - 2
-    keep model_ranks.csv 85 "$build/bench_gpu_model" 70b bf16 - 2
+    keep model_ranks.csv 45 "$build/bench_gpu_model" 8b bf16 1
+    keep model_ranks.csv 45 "$build/bench_gpu_model" 8b bf16 2
+    keep model_ranks.csv 85 "$build/bench_gpu_model" 70b bf16 2
     steps model_ranks.csv
     while read -r line; do say "    $line"; done < <(grep -a '^# rank 0' "$out/model_ranks.csv" | sed 's/, of which.*//' | cut -c1-200)
 }

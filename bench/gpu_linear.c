@@ -143,15 +143,12 @@ static void matrix_free(matrix *m) {
 enum kind { DECODE, LEAN, MIXED, GEMM };
 typedef struct choice {
     enum kind kind;
-    int tok, split; /* MIXED: tok is the width of a group */
-    bool now;       /* what the backend chooses among */
+    int tok, split;
 } choice;
 
 static const choice choices[] = {
-    {DECODE, 0, 1, true}, {LEAN, 0, 1, false},  {MIXED, 0, 1, false},  {GEMM, 256, 1, true},
-    {GEMM, 256, 2, true}, {GEMM, 256, 4, true}, {GEMM, 128, 1, true},  {GEMM, 128, 2, true},
-    {GEMM, 64, 1, true},  {GEMM, 64, 2, true},  {GEMM, 256, 0, false}, {GEMM, 128, 0, false},
-    {GEMM, 64, 0, false},
+    {DECODE, 0, 1}, {LEAN, 0, 1},   {MIXED, 0, 1},  {GEMM, 256, 1}, {GEMM, 256, 2},
+    {GEMM, 256, 4}, {GEMM, 128, 1}, {GEMM, 128, 2}, {GEMM, 64, 1},  {GEMM, 64, 2},
 };
 enum { CHOICES = sizeof choices / sizeof *choices, MIXED_ROWS = 256, LAUNCHES = 64 };
 
@@ -196,7 +193,7 @@ static void run_decode(const work *w, int i) {
         const int lowest = variant_of(w, first);
         const uint8_t *x = (const uint8_t *)w->x + (size_t)first * (size_t)m->k * 2;
         const int tokens = k_decode_tokens(rows);
-        if (w->variants && tokens > 16)
+        if (w->variants && w->how.kind == DECODE)
             CHECK(k_planes(w->planes, x, rows, m->k, false, true, stream));
         const k_decode_args args = {
             .w = map_make(m->w[i % m->copies], (size_t)m->n, (size_t)m->k, 128),
@@ -265,9 +262,7 @@ static void run_bitdelta(const work *w, int i) {
         .k = m->k,
         .group = 8,
         .pdl = 1,
-        .sm_count = sms,
-        .workspace = w->workspace,
-        .ticket = w->tickets + (w->how.split ? 0 : turn++ % TICKETS)};
+        .sm_count = sms};
     CHECK(k_gemm(&args, w->how.tok, w->how.split, w->variants > 0, stream));
 }
 
@@ -374,21 +369,22 @@ static void tiles_fill(work *w, int most) {
     free(tiles);
 }
 
-/* Sets the choice; false: it does not apply. */
+/* Sets the choice; false: it does not apply. Up to K_LEAN_ROWS rows the backend takes the lean
+ * kernel alone, so that a row does not see its batch. */
 static bool choice_set(work *w, int c) {
     w->how = choices[c];
-    if (w->how.kind == DECODE) return w->rows <= 256;
-    if (w->how.kind == LEAN) return w->rows <= K_LEAN_ROWS;
+    if ((w->how.kind == LEAN) != (w->rows <= K_LEAN_ROWS)) return false;
+    if (w->how.kind == LEAN || w->how.kind == DECODE) return w->rows <= 256;
     if (w->how.kind == MIXED ? w->rows > MIXED_ROWS || !w->variants
-                             : w->rows <= 16 || w->m->k % (256 * (w->how.split ? w->how.split : 1)))
+                             : w->m->k % (256 * w->how.split) != 0)
         return false;
     tiles_fill(w, w->how.kind == MIXED ? K_MIXED_ROWS : w->how.tok);
     return true;
 }
 
 static const char *choice_name(const work *w, char (*text)[32]) {
-    static const char *const names[] = {"decode", "lean", "mixed", "gemm"};
-    if (!w->how.tok)
+    static const char *const names[] = {"decode", "lean", "mixed"};
+    if (w->how.kind != GEMM)
         snprintf(*text, sizeof *text, "%s", names[w->how.kind]);
     else
         snprintf(*text, sizeof *text, "gemm %d/%d", w->how.tok, w->how.split);
@@ -418,7 +414,7 @@ static void choose(work *w) {
     double least = 1e300;
     int best = 0;
     for (int c = 0; c < CHOICES; c++) {
-        if (!choices[c].now || !choice_set(w, c)) continue;
+        if (!choice_set(w, c)) continue;
         const double cost = choice_cost(w);
         if (cost < least * 0.999) least = cost, best = c;
     }
@@ -435,13 +431,6 @@ static void report(const char *model, const char *name, const work *w, float bas
 
 static const char *const matrix_names[4] = {"qkv", "o", "gate_up", "down"};
 
-/* BENCH_CHOICES: 1, or those of lean, mixed, even (the rest is always timed). */
-static bool choice_wanted(const choice *c) {
-    static const char *const names[] = {"decode", "lean", "mixed", "even"};
-    const char *list = getenv("BENCH_CHOICES");
-    return c->now || strcmp(list, "1") == 0 || strstr(list, names[c->kind]);
-}
-
 /* Every choice, `rounds` times; the least median, and whose it is in best. */
 static float choices_measure(work w, const char *model, const char *name, float base, int rounds,
                              char (*best)[32]) {
@@ -449,7 +438,7 @@ static float choices_measure(work w, const char *model, const char *name, float 
     static float us[CHOICES][ROUNDS_MAX];
     const int count = w.m->copies < 8 ? 8 : w.m->copies;
     for (int c = 0; c < CHOICES; c++) /* tiles are the choice's: it is recorded and run by itself */
-        if (choice_wanted(&choices[c]) && choice_set(&w, c)) {
+        if (choice_set(&w, c)) {
             graphs[c] = graph_make(run_bitdelta, &w, count);
             replay_us(graphs[c], count);
             for (int r = 0; r < rounds; r++)
@@ -458,7 +447,7 @@ static float choices_measure(work w, const char *model, const char *name, float 
         }
     float least = 1e30f;
     for (int c = 0; c < CHOICES; c++) {
-        if (!choice_wanted(&choices[c]) || !choice_set(&w, c)) continue;
+        if (!choice_set(&w, c)) continue;
         char text[32];
         const float mid = median(us[c], rounds);
         printf("%s,choice %s,%d,%d,%.1f,%.1f,%.3f,%.1f,%s\n", model, name, w.rows, w.variants,

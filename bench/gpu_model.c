@@ -1,15 +1,14 @@
 /* bench/gpu_model.c - whole steps of a model of random weights on one GPU or split over several:
  * time of a step from its tables to its tokens on all ranks.
  *
- *   bench_gpu_model [small|8b|70b] [bf16|fp16] [KERNELS] [RANKS]     one CSV row a case
+ *   bench_gpu_model [small|8b|70b] [bf16|fp16] [RANKS]     one CSV row a case
  *
- * KERNELS: of lean, mixed and even those to choose among too; "-": none. RANKS: default 1; each has
- * a thread and a GPU, as in serve. Weights and 14 deltas are made on the GPUs, all memory their
- * own: a block of random numbers, over and over. Of deltas and KV as much as fits by the backend's
- * plan, which is compared with what the GPUs have in use at the end.
+ * RANKS: default 1; each has a thread and a GPU, as in serve. Weights and 14 deltas are made on the
+ * GPUs, all memory their own: a block of random numbers, over and over. Of deltas and KV as much as
+ * fits by the backend's plan, which is compared with what the GPUs have in use at the end.
  *
  * decode: greedy; sampled: top_k 50, top_p 0.9; prefill: of one prompt, or with several variants of
- * a prompt each. us: as served, which up to 64 rows means recorded; launched_us: without
+ * a prompt each. us: as served, recorded where a recording fits; launched_us: without
  * recordings. Of several ranks also nccl_us, all sums by NCCL; no_sums_us, no sums at all (what the
  * steps make is wrong then, their work otherwise the same); sums_share: of us, what no_sums_us
  * lacks of it. Wall-clock medians; every step reads all weights, so nothing stays in a cache
@@ -453,7 +452,7 @@ static void print_memory(const bd_memory_plan plans[], const size_t before[]) {
 }
 
 static void usage(void) {
-    fprintf(stderr, "bench_gpu_model [small|8b|70b] [bf16|fp16] [KERNELS|-] [RANKS]\n");
+    fprintf(stderr, "bench_gpu_model [small|8b|70b] [bf16|fp16] [RANKS]\n");
     exit(2);
 }
 
@@ -491,13 +490,9 @@ int main(int argc, char **argv) {
     size_t before[BD_COMM_RANKS_MAX], there;
     if (!shape_from(argc > 1 ? argv[1] : "small")) usage();
     if (argc > 2 && strcmp(argv[2], "fp16") && strcmp(argv[2], "bf16")) usage();
-    all.count = argc > 4 ? (uint32_t)atoi(argv[4]) : 1;
+    all.count = argc > 3 ? (uint32_t)atoi(argv[3]) : 1;
     if (all.count < 1 || all.count > BD_COMM_RANKS_MAX || (all.count & (all.count - 1))) usage();
     all.shape.dtype = argc > 2 && strcmp(argv[2], "fp16") == 0 ? BD_DTYPE_F16 : BD_DTYPE_BF16;
-    if (argc > 3 && strcmp(argv[3], "-"))
-        cuda_fast_choices = (cuda_choices){.lean = strstr(argv[3], "lean") != NULL,
-                                           .mixed = strstr(argv[3], "mixed") != NULL,
-                                           .even = strstr(argv[3], "even") != NULL};
     const gpu_shape *s = &all.shape;
     all.config = (bd_model_config){.hidden = s->hidden,
                                    .layers = s->layers,

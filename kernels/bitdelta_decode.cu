@@ -1,47 +1,36 @@
-// bitdelta_decode.cu - few tokens: the base product on tensor cores plus an exact integer delta on the binary tensor cores (sm_90a).
+// bitdelta_decode.cu - decode of 17 to 64 rows: the base product on tensor cores plus an exact integer delta on the binary ones (sm_90a).
 //
 //   Y[m][n] = bias[n] + sum_k x[m][k] W[n][k] + scale_v[n] sum_b s[m][b] (sum_k xq[m][k] - 2 sum_p 2^p popc(neg_v[n] & plane_p[m]))
 //
 // b runs over the K256 blocks, k over a block; xq = round(x / s) as 16 two's-complement bit planes (plane 15 counts negative,
 // planes.cuh); neg = sign chunks of repack.cu (1 = minus). The delta is exact but for the 16-bit rounding of x, about 3e-5 of it.
-// Shapes:  up to NT tokens (8, 16, 32 or 64 columns of the base product) over V <= 16 slots (V = 0: the base alone). A slot is a
+// Shapes:  up to NT tokens (32 or 64 columns of the base product) over V <= 16 slots (V = 0: the base alone). A slot is a
 //          variant; slots do not fall along the rows. W [n][k], x [rows][k], Y [rows][n] bf16 or fp16; k % 256 == 0, k <= 65536.
 // Tile:    128 W rows x NT tokens; a unit is one K256 step of one tile. The n/128 * k/256 units are dealt contiguously to the grid, so
 //          every CTA streams the same number of bytes. Splits depend on (n, k, grid) only and a row's sums on nothing but the row: its
 //          result does not depend on its batch, bitwise.
-// Mapping: warpgroups 0, 1 = 64 W rows each. Warp 8 streams W, warp 9 the sign chunks (lane v = slot v). NT <= 16 (OWN): warps 10 .. 15
-//          read x and make its planes here, so nothing but x has to be there; else warp 10 streams x, warp 11 the planes of k_planes.
-//          Only x and the planes wait for the kernel before this one; W and the signs of the first units are on their way by then.
-// Memory:  ring 1: stages of W 128x64 (+ x NTx64 unless OWN; 128-byte swizzle); ring 2: sign chunks, 4 KB each, in slot order;
-//          ring 3: pieces: planes of 16 (OWN: NT) tokens of a unit with their scales and sums (OWN: x of the unit before them).
+// Mapping: warpgroups 0, 1 = 64 W rows each. Warp 8 streams W, warp 9 the sign chunks (lane v = slot v), warp 10 x, warp 11 the planes
+//          of k_planes. Only x and the planes wait for the kernel before this one; W and the signs of the first units are on their way
+//          by then.
+// Memory:  ring 1: stages of W 128x64 + x NTx64 (128-byte swizzle); ring 2: sign chunks, 4 KB each, in slot order; ring 3: pieces:
+//          planes of 16 tokens of a unit with their scales and sums.
 // Order:   per unit 4 x (4 wgmma of a K64) and then groups of 4 tokens, a binary wgmma each (V = 1: one for the four). One group is
 //          in flight while the one before it is folded: plane sums are added over the quad so that lane q of it keeps token 4g + q.
-// Split tiles: the CTA that holds the head of a tile owns it, and adds the float32 partials of the CTAs after it in K order. NT <= 16:
-//          they come as 64-bit words {1, value} (value and flag in one store: no fence, no counter); the owner polls them and clears
-//          them. NT > 16: they lie in the workspace behind a flag each; the owner's copies go through the stages, free by then.
-//          A CTA's range follows from a ticket it draws when it starts, later ranges first: an owner only waits for CTAs that are
-//          already running, whatever order the hardware starts blocks in, so it cannot hang.
+// Split tiles: the CTA that holds the head of a tile owns it, and adds the float32 partials of the CTAs after it in K order
+//          (split.cuh); the owner's copies go through the stages, free by then.
 #include "decode.cuh"
 
 namespace {
 
 template <int NT> struct Shape {
-  static constexpr bool OWN = NT <= 16;
-  static constexpr int THREADS = OWN ? 512 : 384, MAKERS = 6;  // OWN: warps that make planes
-  static constexpr int REGS = OWN ? 168 : 208;                 // of the products' warpgroups; 88 of the others
-  static constexpr int GROUPS = NT / 4, PIECE_TOKENS = OWN ? NT : 16, PIECES = NT / PIECE_TOKENS;  // pieces of a unit
-  static constexpr int STAGE = W_BYTES + (OWN ? 0 : NT * 128);
-  static constexpr int PLANES_OFF = OWN ? NT * 512 : 0, META_OFF = PLANES_OFF + PIECE_TOKENS * PLANE_BYTES;
-  static constexpr int PIECE_LOAD = PIECE_TOKENS * (PLANE_BYTES + 8), PIECE = (META_OFF + PIECE_TOKENS * 8 + 1023) & ~1023;
+  static constexpr int THREADS = 384, REGS = 208;  // of the products' warpgroups; 88 of the others
+  static constexpr int GROUPS = NT / 4, PIECE_TOKENS = 16, PIECES = NT / PIECE_TOKENS;  // pieces of a unit
+  static constexpr int STAGE = W_BYTES + NT * 128;
+  static constexpr int META_OFF = PIECE_TOKENS * PLANE_BYTES;
+  static constexpr int PIECE_LOAD = PIECE_TOKENS * (PLANE_BYTES + 8), PIECE = (PIECE_LOAD + 1023) & ~1023;
   static constexpr int PARTIAL = NT * 512;  // bytes of a CTA's accumulators
 };
 
-__device__ __forceinline__ void store_word(unsigned long long* p, u64 v) { asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
-__device__ __forceinline__ u64 load_word(const unsigned long long* p) {
-  u64 v;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-  return v;
-}
 // One warp a (row, K256 block); planes[k / 256][ceil(rows / 16)][16 x (512 + 8) bytes]: planes of 16 rows, then their scales and sums.
 template <typename T> __global__ void __launch_bounds__(256) planes_kernel(uint8_t* planes, const uint16_t* x, int rows, int k) {
   const int lane = threadIdx.x % 32, blocks = k / 256, at = blockIdx.x * 8 + threadIdx.x / 32;
@@ -66,78 +55,6 @@ __device__ __forceinline__ const k_overlay_linear* slot_overlay(const k_decode_a
   return o && o->plane_count > 0 ? o : nullptr;
 }
 
-// OWN: x rows of unit blocks -> the swizzled B operand, and from there the planes. Each of the warps makes every MAKERS-th row.
-template <typename T, int NT, bool DELTA>
-__device__ __forceinline__ void make_pieces(const k_decode_args& a, uint8_t* pieces, u32 pfull, u32 pempty, int u0, int u1, int warp, int lane) {
-  typedef Shape<NT> S;
-  constexpr int MINE = (NT + S::MAKERS - 1) / S::MAKERS;
-  const int per_tile = a.k / 256;
-  const uint16_t* x = (const uint16_t*)a.x_data + lane * 8;
-  pdl_wait();
-  Ring r = {0, 1};
-  for (int u = u0; u < u1; u++, r.next(a.pieces)) {
-    uint4 in[MINE];
-#pragma unroll
-    for (int i = 0; i < MINE; i++)
-      if (warp + i * S::MAKERS < a.rows) in[i] = __ldcg((const uint4*)(x + (size_t)(warp + i * S::MAKERS) * a.k + (u % per_tile) * 256));
-    mbar_wait(pempty + 8 * r.at, r.phase);
-    uint8_t* piece = pieces + r.at * S::PIECE;
-#pragma unroll
-    for (int i = 0; i < MINE; i++) {
-      const int t = warp + i * S::MAKERS;
-      if (t < a.rows) *(uint4*)(piece + (lane / 8) * (NT * 128) + t * 128 + (((lane & 7) ^ (t & 7)) << 4)) = in[i];
-    }
-    __syncwarp();
-    if (DELTA) {
-      float v[MINE][8];
-#pragma unroll
-      for (int i = 0; i < MINE; i++) {
-        const int t = min(warp + i * S::MAKERS, NT - 1);
-        const uint8_t* from = piece + (lane / 8) * (NT * 128) + t * 128 + (lane & 7) * 2;
-#pragma unroll
-        for (int j = 0; j < 8; j++) v[i][j] = to_float<T>(*(const uint16_t*)(from + ((j ^ (t & 7)) << 4)));
-      }
-#pragma unroll
-      for (int i = 0; i < MINE; i++) {
-        const int t = warp + i * S::MAKERS;
-        if (t >= a.rows) break;
-        u32 bytes[4];
-        const plane_meta meta = make_planes(bytes, v[i]);
-        store_planes(piece + S::PLANES_OFF + t * PLANE_BYTES, bytes, lane);
-        if (lane == 0) *(plane_meta*)(piece + S::META_OFF + t * 8) = meta;
-      }
-    }
-    fence_proxy_async();
-    __syncwarp();
-    if (lane == 0) mbar_arrive(pfull + 8 * r.at);
-  }
-}
-
-template <int NT> __device__ __forceinline__ void poll_partials(float (&d)[NT / 2], const k_decode_args& a, int c0, int c1, int tid) {
-  for (int c = c0; c < c1; c += 4) {  // four in flight
-    u64 w[4][NT / 2];
-    bool ready;
-    do {
-      ready = true;
-#pragma unroll
-      for (int k = 0; k < 4; k++)
-#pragma unroll
-        for (int i = 0; i < NT / 2; i++) {
-          w[k][i] = load_word(a.workspace + ((size_t)min(c + k, c1 - 1) * (NT / 2) + i) * 256 + tid);
-          ready &= (w[k][i] >> 32) != 0;
-        }
-    } while (!ready);
-#pragma unroll
-    for (int k = 0; k < 4; k++)
-      if (c + k < c1)
-#pragma unroll
-        for (int i = 0; i < NT / 2; i++) {
-          d[i] += __uint_as_float((u32)w[k][i]);
-          store_word(a.workspace + ((size_t)(c + k) * (NT / 2) + i) * 256 + tid, 0);
-        }
-  }
-}
-
 enum Mode { NONE, ONE, MANY };  // slots: the base alone; one; more
 
 // One long function: the roles share register budgets and barrier phases, and accumulators cannot leave it without being spilled.
@@ -156,9 +73,9 @@ template <typename T, int NT, Mode MODE> __global__ void __launch_bounds__(Shape
   if (threadIdx.x == 0) {
     ticket = draw_ticket(a.ticket, gridDim.x);
     prefetch_map(&a.w);
-    if (!S::OWN) prefetch_map(&a.x);
-    for (int i = 0; i < a.stages; i++) mbar_init(full + 8 * i, S::OWN ? 1 : 2), mbar_init(empty + 8 * i, 8);
-    for (int i = 0; i < a.pieces; i++) mbar_init(pfull + 8 * i, S::OWN ? S::MAKERS : 1), mbar_init(pempty + 8 * i, 8);
+    prefetch_map(&a.x);
+    for (int i = 0; i < a.stages; i++) mbar_init(full + 8 * i, 2), mbar_init(empty + 8 * i, 8);
+    for (int i = 0; i < a.pieces; i++) mbar_init(pfull + 8 * i, 1), mbar_init(pempty + 8 * i, 8);
     mbar_init(smem_u32(bars + 6 * MAX_RING), 1);
     for (int i = 0; i < a.chunks; i++) mbar_init(sfull + 8 * i, 1), mbar_init(sempty + 8 * i, 8);
     mbar_init_fence();
@@ -180,9 +97,7 @@ template <typename T, int NT, Mode MODE> __global__ void __launch_bounds__(Shape
 
   if (wg >= 2) {
     reg_dec<88>();
-    if (wg == 3) {
-      if (S::OWN) make_pieces<T, NT, DELTA>(a, smem_raw + (pieces - smem_u32(smem_raw)), pfull, pempty, u0, u1, warp + 2, lane);
-    } else if (warp == 0) {
+    if (warp == 0) {
       if (lane == 0) {
         // In bursts, so that neighbouring 128-byte pieces of a W row reach the memory together.
         Ring r = {0, 1};
@@ -208,8 +123,6 @@ template <typename T, int NT, Mode MODE> __global__ void __launch_bounds__(Shape
           if (r.at >= a.chunks) r.at -= a.chunks, r.phase ^= 1;
         }
       }
-    } else if (S::OWN) {
-      make_pieces<T, NT, DELTA>(a, smem_raw + (pieces - smem_u32(smem_raw)), pfull, pempty, u0, u1, warp - 2, lane);
     } else if (warp == 2) {
       if (lane == 0) {
         pdl_wait();
@@ -242,30 +155,24 @@ template <typename T, int NT, Mode MODE> __global__ void __launch_bounds__(Shape
       const int tile = u / per_tile, first = tile * per_tile, end = min(u1, first + per_tile);
       const int row = tile * 128 + wg * 64 + warp * 16 + lane / 4;
       const bool head = u == first;
-      float alpha[2 * S::GROUPS];  // of token 4g + q; NT <= 16: loaded now, used after the main loop
-      auto load_alpha = [&](int g, int h) {
+      auto load_alpha = [&](int g, int h) {  // of token 4g + q
         const int t = 4 * g + q;
         if (t >= a.rows || a.slot[t] < 0 || row + 8 * h >= a.n) return 0.f;
         const k_overlay_linear* o = slot_of[a.slot[t]];
         return o ? __ldg(o->scale[0] + row + 8 * h) : 0.f;
       };
-      if (DELTA && S::OWN)
-#pragma unroll
-        for (int i = 0; i < 2 * S::GROUPS; i++) alpha[i] = load_alpha(i / 2, i % 2);
 #pragma unroll
       for (int i = 0; i < NT / 2; i++) d[i] = 0;
 #pragma unroll
       for (int i = 0; i < 2 * S::GROUPS; i++) acc[i] = 0;
 #pragma unroll 1
       for (; u < end; u++) {
-        if (S::OWN) mbar_wait(pfull + 8 * pc.at, pc.phase);
-        const u32 own = pieces + pc.at * S::PIECE;
         int last = 0;  // stage whose products are in flight
 #pragma unroll 1
         for (int b = 0; b < 4; b++) {
           mbar_wait(full + 8 * st.at, st.phase);
           const u32 s = base + st.at * S::STAGE;
-          const u64 dw = desc_swizzle128(s + wg * 8192), dx = desc_swizzle128(S::OWN ? own + b * (NT * 128) : s + W_BYTES);
+          const u64 dw = desc_swizzle128(s + wg * 8192), dx = desc_swizzle128(s + W_BYTES);
           pin(d);
           wgmma_fence();
 #pragma unroll
@@ -292,12 +199,12 @@ template <typename T, int NT, Mode MODE> __global__ void __launch_bounds__(Shape
           for (int g = 0; g <= S::GROUPS; g++) {
             int first_slot = a.variants;
             if (g < S::GROUPS) {
-              if (!S::OWN && g % 4 == 0) {
+              if (g % 4 == 0) {
                 if (g) piece_at.next(a.pieces);
                 mbar_wait(pfull + 8 * piece_at.at, piece_at.phase);
               }
               const u32 piece = pieces + piece_at.at * S::PIECE, in_piece = g % (S::PIECE_TOKENS / 4);
-              const u64 dp = desc_plain(piece + S::PLANES_OFF + in_piece * 4 * PLANE_BYTES, 128, 256);
+              const u64 dp = desc_plain(piece + in_piece * 4 * PLANE_BYTES, 128, 256);
               meta[g & 1] = piece + S::META_OFF + in_piece * 32;
               u64 ds[4];
               first_slot = 0;
@@ -334,7 +241,7 @@ template <typename T, int NT, Mode MODE> __global__ void __launch_bounds__(Shape
 #pragma unroll 1
             for (; freed < first_slot; freed++, old.next(a.chunks))
               if (lane == 0) mbar_arrive(sempty + 8 * old.at);
-            if (!S::OWN && g % 4 == 0) {
+            if (g % 4 == 0) {
               __syncwarp();  // every lane has read its scales
               if (lane == 0) mbar_arrive(pempty + 8 * pc.at);
               pc.next(a.pieces);
@@ -342,16 +249,11 @@ template <typename T, int NT, Mode MODE> __global__ void __launch_bounds__(Shape
           }
           ch.next(a.chunks);  // every slot has a row: this was the last
         }
-        if (S::OWN) {
-          __syncwarp();  // every lane has read its scales
-          if (lane == 0) mbar_arrive(pempty + 8 * pc.at);
-          pc.next(a.pieces);
-        }
       }
       pin(d);
       if (DELTA) {
 #pragma unroll
-        for (int i = 0; i < 2 * S::GROUPS; i++) acc[i] *= S::OWN ? alpha[i] : load_alpha(i / 2, i % 2);
+        for (int i = 0; i < 2 * S::GROUPS; i++) acc[i] *= load_alpha(i / 2, i % 2);
         // d[4j + 2h + e] += delta of token 8j + 2q + e, held by lane (2q + e) % 4 of the quad for group 2j + q / 2.
 #pragma unroll
         for (int i = 0; i < NT / 2; i++) {
@@ -361,20 +263,13 @@ template <typename T, int NT, Mode MODE> __global__ void __launch_bounds__(Shape
         }
       }
       const int tile_end = first + per_tile;
-      if (!head) {  // only a CTA's first tile can lack its head: one partial per CTA, [cta][NT/2][256]
-        if (S::OWN) {
-#pragma unroll
-          for (int i = 0; i < NT / 2; i++) store_word(a.workspace + ((size_t)cta * (NT / 2) + i) * 256 + tid, (u64)1 << 32 | __float_as_uint(d[i]));
-        } else {
-          leave_partial(d, Split{a.workspace, a.sm_count}, cta, tid);
-        }
+      if (!head) {  // only a CTA's first tile can lack its head: one partial per CTA
+        leave_partial(d, Split{a.workspace, a.sm_count}, cta, tid);
         continue;
       }
-      if (end < tile_end) {
-        const int c1 = split_last(units, cta, gridDim.x, tile_end);  // contributors: CTAs cta + 1 .. c1 - 1
-        if (S::OWN) poll_partials<NT>(d, a, cta + 1, c1, tid);
-        else fetch_partials(d, Split{a.workspace, a.sm_count}, cta + 1, c1, tid, base, a.stages * S::STAGE / S::PARTIAL, smem_u32(bars + 6 * MAX_RING));
-      }
+      if (end < tile_end)
+        fetch_partials(d, Split{a.workspace, a.sm_count}, cta + 1, split_last(units, cta, gridDim.x, tile_end), tid, base, a.stages * S::STAGE / S::PARTIAL,
+                       smem_u32(bars + 6 * MAX_RING));
       {
         T* Y = (T*)a.y;
 #pragma unroll
@@ -394,7 +289,7 @@ template <typename T, int NT, Mode MODE> cudaError_t launch(k_decode_args a, cud
   typedef Shape<NT> S;
   const int units = (a.n + 127) / 128 * (a.k / 256);
   a.chunks = MODE == NONE ? 0 : a.variants > 8 ? 16 : a.variants > 2 ? 2 * a.variants : 4;
-  a.pieces = S::OWN ? 3 : MODE != NONE ? S::PIECES + 1 : 0;
+  a.pieces = MODE != NONE ? S::PIECES + 1 : 0;
   a.stages = (BUDGET - a.pieces * S::PIECE - a.chunks * SIGN_BYTES) / S::STAGE;
   if (a.stages > 12) a.stages = 12;
   a.burst = a.stages >= 8 ? 4 : 2;
@@ -412,12 +307,7 @@ template <typename T, int NT> cudaError_t launch_delta(const k_decode_args& a, c
   return a.variants == 0 ? launch<T, NT, NONE>(a, s) : a.variants == 1 ? launch<T, NT, ONE>(a, s) : launch<T, NT, MANY>(a, s);
 }
 template <typename T> cudaError_t launch_rows(const k_decode_args& a, cudaStream_t s) {
-  switch (k_decode_tokens(a.rows)) {
-    case 8: return launch_delta<T, 8>(a, s);
-    case 16: return launch_delta<T, 16>(a, s);
-    case 32: return launch_delta<T, 32>(a, s);
-    default: return launch_delta<T, 64>(a, s);
-  }
+  return k_decode_tokens(a.rows) == 32 ? launch_delta<T, 32>(a, s) : launch_delta<T, 64>(a, s);
 }
 
 }  // namespace
@@ -425,12 +315,13 @@ template <typename T> cudaError_t launch_rows(const k_decode_args& a, cudaStream
 extern "C" uint64_t k_decode_workspace_bytes(int sm_count) { return (uint64_t)sm_count * ((SPLIT_WORDS + 2) * 8 + SPLIT_PARTIAL); }
 extern "C" uint64_t k_decode_workspace_zeros(int sm_count) { return (uint64_t)sm_count * (SPLIT_WORDS + 2) * 8; }
 extern "C" uint64_t k_planes_bytes(int rows, int k) { return (uint64_t)(k / 256) * (unsigned)((rows + 15) / 16) * 16 * (PLANE_BYTES + 8); }
-extern "C" int k_decode_tokens(int rows) { return rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64; }
+extern "C" int k_decode_tokens(int rows) { return rows <= 32 ? 32 : 64; }
 
 extern "C" double k_decode_cost(int n, int k, int rows, int slots, int sm_count) {
-  // Microseconds of a unit's products, of one slot and of many, and of a launch with its planes, by token count; measured on an H200.
-  static const double products[2][4] = {{0.6, 1.2, 2.2, 3.8}, {0.9, 2.5, 3.5, 6.7}}, launch[4] = {4, 11, 24, 30};
-  const int tokens = k_decode_tokens(rows), size = tokens == 8 ? 0 : tokens == 16 ? 1 : tokens == 32 ? 2 : 3;
+  // Microseconds of a unit's products, of one slot and of many, and of a launch with its planes, for up to 8, 16 (lean), 32 and 64 rows;
+  // measured on an H200.
+  static const double products[2][4] = {{2.0, 2.1, 2.2, 3.7}, {2.1, 2.5, 3.4, 6.6}}, launch[4] = {5, 8, 24, 32};
+  const int size = rows <= 8 ? 0 : rows <= 16 ? 1 : rows <= 32 ? 2 : 3;
   const double units = (double)((n + 127) / 128) * (k / 256) / sm_count, bytes = (W_BYTES * 4 + SIGN_BYTES * slots) / 33e3;
   const double most = bytes > products[slots > 1][size] ? bytes : products[slots > 1][size];
   return units * most + launch[size];

@@ -13,11 +13,10 @@
 // Order:   step s: 4 wgmma of s | wait for s-1, free its stage | wait full s+1, ldmatrix + rebuild into the other registers.
 // Split:   SPLIT = 1 as above. SPLIT = 2 or 4 (few tiles): the cluster shares one tile instead and each CTA takes a K range; the
 //          float32 partials are added in K order through distributed shared memory, each CTA finishing TOK / SPLIT tokens.
-//          SPLIT = 0: as 1, but K256 units of all pair-tiles in a row are dealt evenly to the clusters, whatever waves they would make;
-//          tiles that several clusters share are added up through the workspace (split.cuh).
+//          (K dealt evenly to the clusters, whatever waves the tiles would make, was slower at all but a few sizes: 0.99 to 1.25.)
 // Splits and tile sizes follow from shapes alone, so a step repeated is bitwise equal.
 #include "common.cuh"
-#include "split.cuh"
+#include "sm90.cuh"
 #include "wgmma.cuh"
 
 namespace {
@@ -40,7 +39,7 @@ template <typename T, bool DELTA> __device__ __forceinline__ void load_w(u32 (&A
 }
 
 template <int SPLIT> struct Cluster {
-  static constexpr int SIZE = SPLIT <= 1 ? 2 : SPLIT, PAIR = SPLIT <= 1 ? 2 : 1;  // CTAs; W tiles per cluster
+  static constexpr int SIZE = SPLIT == 1 ? 2 : SPLIT, PAIR = SPLIT == 1 ? 2 : 1;  // CTAs; W tiles per cluster
 };
 
 template <int TOK> struct Plan {
@@ -175,76 +174,35 @@ template <int TOK, int SPLIT> __device__ __forceinline__ void reduce_partial(flo
   }
 }
 
-// SPLIT = 0: adds what member `rank` of clusters [c0, c1) left, in their order.
-template <int R> __device__ __forceinline__ void add_partials(float (&d)[R], const Split& split, int c0, int c1, int rank, int tid) {
-  for (int c = c0; c < c1; c++) {
-    unsigned* flag = split.flag(2 * c + rank);
-    if (tid % 32 == 0) await_flag(flag);
-    __syncwarp();
-    const float4* from = (const float4*)split.partial(2 * c + rank) + tid;
-#pragma unroll
-    for (int i = 0; i < R / 4; i += 8) {  // eight loads in flight
-      float4 v[8];
-#pragma unroll
-      for (int j = 0; j < 8; j++) v[j] = __ldcg(from + (i + j) * 256);
-#pragma unroll
-      for (int j = 0; j < 8; j++) d[4 * (i + j)] += v[j].x, d[4 * (i + j) + 1] += v[j].y, d[4 * (i + j) + 2] += v[j].z, d[4 * (i + j) + 3] += v[j].w;
-    }
-    named_barrier(3, 256);  // every warp has seen the flag
-    if (tid == 0) lower_flag(flag);
-  }
-}
-
-// SPLIT = 0: units from p on that belong to one tile.
-__device__ __forceinline__ int units_of(int p, int total, int chunks) { return min(total, p / chunks * chunks + chunks) - p; }
-
-// What the first CTA of the cluster holds in its shared memory.
-__device__ __forceinline__ int read_of_first(const int* p) {
-  u32 remote;
-  int v;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(remote) : "r"(smem_u32(p)));
-  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(remote) : "memory");
-  return __shfl_sync(~0u, v, 0);
-}
-
 // One long function, for the same reason as decode_kernel: roles share register budgets and barrier phases.
 template <typename T, int TOK, bool DELTA, int SPLIT>
 __global__ void __cluster_dims__(Cluster<SPLIT>::SIZE) __launch_bounds__(384, 1) prefill_kernel(const __grid_constant__ k_gemm_args a) {
   typedef Plan<TOK> P;
   constexpr int CLUSTER = Cluster<SPLIT>::SIZE, PAIR = Cluster<SPLIT>::PAIR;
-  constexpr bool STREAM = SPLIT == 0;
   extern __shared__ uint8_t smem_raw[];
   u32 base = (smem_u32(smem_raw) + 1023) & ~1023u;
   const u32 full = base + P::BAR_OFF, empty = full + 8 * P::STAGES;
   const u32 rank = cluster_rank();
   const int wg = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, (threadIdx.x / 32) % 4, 0), lane = threadIdx.x % 32;
-  const int pairs = (a.n + 255) / 256, chunks = (a.k + 255) / 256, whole = a.k / 64 / (SPLIT ? SPLIT : 1);
-  // SPLIT = 1: cluster item p = pair-tile p. SPLIT > 1: items 2p, 2p + 1 = its two tiles. SPLIT = 0: units of pair-tiles, as many as
-  // one tile has in this cluster's range.
-  const int begin = a.first * (3 - PAIR), stride = gridDim.x / CLUSTER;
-  int from = 0, total = begin + a.count * (3 - PAIR);
-  const int k_rank = SPLIT > 1 ? (int)rank * whole : 0;  // first K64 step of this CTA; a multiple of 4
-  __shared__ int ticket;
+  const int pairs = (a.n + 255) / 256, chunks = (a.k + 255) / 256, nk = a.k / 64 / SPLIT;
+  // SPLIT = 1: cluster item p = pair-tile p. SPLIT > 1: items 2p, 2p + 1 = its two tiles.
+  const int begin = a.first * (3 - PAIR), total = begin + a.count * (3 - PAIR), stride = gridDim.x / CLUSTER;
+  const int k_off = SPLIT > 1 ? (int)rank * nk : 0;  // first K64 step of this CTA; a multiple of 4
   if (threadIdx.x == 0) {
-    if (STREAM && rank == 0) ticket = draw_ticket(a.ticket, gridDim.x / CLUSTER);
     for (int i = 0; i < P::STAGES; i++) mbar_init(full + 8 * i, 1), mbar_init(empty + 8 * i, 8 * PAIR);
     mbar_init_fence();
     prefetch_map(&a.w), prefetch_map(&a.x), prefetch_map(&a.y);
   }
   cluster_sync();
   pdl_launch();
-  int range = 0;
-  const int units = pairs * a.tile_count * chunks;
-  if constexpr (STREAM) range = read_of_first(&ticket), from = split_begin(units, range, gridDim.x / CLUSTER), total = split_begin(units, range + 1, gridDim.x / CLUSTER);
 
   if (wg == 2) {
     reg_dec<56>();
     if (warp == 0 && lane == 0) {
       u32 st = 0, ph = 0, chunk = 0;
       bool primed = false;
-      for (int p = STREAM ? from : begin + blockIdx.x / CLUSTER; p < total; p += STREAM ? units_of(p, total, chunks) : stride) {
-        const int nk = STREAM ? 4 * units_of(p, total, chunks) : whole, k_off = STREAM ? 4 * (p % chunks) : k_rank;
-        Tile t = tile_at(STREAM ? p / chunks : PAIR > 1 ? p : p / 2, pairs, a.tile_count, a.group, PAIR > 1 ? rank : p & 1, a.tiles);
+      for (int p = begin + blockIdx.x / CLUSTER; p < total; p += stride) {
+        Tile t = tile_at(PAIR > 1 ? p : p / 2, pairs, a.tile_count, a.group, PAIR > 1 ? rank : p & 1, a.tiles);
         const int tn = min(t.tn, (a.n + 127) / 128 - 1);
         // Base rows of a mixed launch read W's bytes as if they were signs and multiply them by zero.
         const uint8_t* bits = !DELTA ? nullptr : has_plane(a, t.variant) ? a.overlays[t.variant].bits[0] : (const uint8_t*)a.w_data;
@@ -293,9 +251,8 @@ __global__ void __cluster_dims__(Cluster<SPLIT>::SIZE) __launch_bounds__(384, 1)
     Pipe pp = {0, 0, 0};
     float d[TOK / 2];
     u32 A0[16], A1[16], turn = 0;
-    for (int p = STREAM ? from : begin + blockIdx.x / CLUSTER; p < total; p += STREAM ? units_of(p, total, chunks) : stride) {
-      const int nk = STREAM ? 4 * units_of(p, total, chunks) : whole;
-      Tile t = tile_at(STREAM ? p / chunks : PAIR > 1 ? p : p / 2, pairs, a.tile_count, a.group, PAIR > 1 ? rank : p & 1, a.tiles);
+    for (int p = begin + blockIdx.x / CLUSTER; p < total; p += stride) {
+      Tile t = tile_at(PAIR > 1 ? p : p / 2, pairs, a.tile_count, a.group, PAIR > 1 ? rank : p & 1, a.tiles);
       u32 al0 = 0, al1 = 0;
       if (DELTA && has_plane(a, t.variant)) {
         const float* scale = a.overlays[t.variant].scale[0];
@@ -315,17 +272,8 @@ __global__ void __cluster_dims__(Cluster<SPLIT>::SIZE) __launch_bounds__(384, 1)
 #undef STEP
       wgmma_wait<0>();
       pin(d);
-      if constexpr (SPLIT <= 1) {
+      if constexpr (SPLIT == 1) {
         release_stage<PAIR>(empty + 8 * (pp.stage == 0 ? P::STAGES - 1 : pp.stage - 1), lane);
-        if constexpr (STREAM) {
-          const Split split = {a.workspace, a.sm_count};
-          if (p % chunks) {  // only the first item can lack its tile's head
-            leave_partial(d, split, range * 2 + (int)rank, threadIdx.x);
-            continue;
-          }
-          const int end = p + chunks;
-          if (total < end) add_partials(d, split, range + 1, split_last(units, range, gridDim.x / CLUSTER, end), (int)rank, threadIdx.x);
-        }
         add_bias(d, a, t.variant, t.tn * 128 + g);
         epilogue<T, TOK>(d, &a.y, (T*)a.y_data, a.n, t, base + P::OUT_OFF + wg * 2 * OUT_BYTES, turn, wg, warp, lane);
       } else {
@@ -352,7 +300,7 @@ template <typename T, int TOK, bool DELTA, int SPLIT> cudaError_t launch(const k
   if (e != cudaSuccess) return e;
   k_gemm_args b = *a;
   if (!b.count) b.first = 0, b.count = (b.n + 255) / 256 * b.tile_count;
-  int items = SPLIT ? b.count * (3 - C::PAIR) : (b.n + 255) / 256 * b.tile_count * (b.k / 256);
+  int items = b.count * (3 - C::PAIR);
   int clusters = SPLIT > 1 || b.sm_count / C::SIZE > items ? items : b.sm_count / C::SIZE;
   cudaLaunchConfig_t c = {};
   cudaLaunchAttribute at[1];
@@ -364,9 +312,6 @@ template <typename T, int TOK, bool DELTA, int SPLIT> cudaError_t launch(const k
 
 template <typename T, bool DELTA> cudaError_t launch_tok(const k_gemm_args* a, int tok, int split, cudaStream_t s) {
   switch (tok * 10 + split) {
-    case 2560: return launch<T, 256, DELTA, 0>(a, s);
-    case 1280: return launch<T, 128, DELTA, 0>(a, s);
-    case 640: return launch<T, 64, DELTA, 0>(a, s);
     case 2561: return launch<T, 256, DELTA, 1>(a, s);
     case 2562: return launch<T, 256, DELTA, 2>(a, s);
     case 2564: return launch<T, 256, DELTA, 4>(a, s);
@@ -393,7 +338,6 @@ int last_wave(int items, int sm_count, int k, int* full) {
 // (tok, split) must be one of launch_tok's. split > 1 needs k % (256 * split) == 0.
 extern "C" cudaError_t k_gemm(const k_gemm_args* a, int tok, int split, bool delta, cudaStream_t s) {
   if (a->k % 128 || (split > 1 && a->k % (256 * split)) || a->n % 8 || a->tile_count <= 0 || a->group <= 0) return cudaErrorInvalidValue;
-  if (split == 0 && (a->k % 256 || !a->workspace || !a->ticket)) return cudaErrorInvalidValue;
   k_gemm_args b = *a;
   const int last = tok == 256 && split == 1 && !b.count ? last_wave((b.n + 255) / 256 * b.tile_count, b.sm_count, b.k, &b.count) : 1;
   if (last == 1) b.count = a->count;
@@ -408,10 +352,6 @@ extern "C" double k_gemm_cost(int n, int k, int tok, int split, int tile_count, 
   const double step = tok == 256 ? 0.76 : tok == 128 ? 0.45 : 0.325;  // microseconds of a K64 step of a pair of CTAs, measured on an H200
   const int pairs = (n + 255) / 256 * tile_count, per = sm_count / 2;
   // A split pays within one wave only: its CTAs do not share x.
-  if (split == 0) {  // units dealt evenly; a partial written and read
-    const double even = (double)pairs * (k / 64) * step / per, least = (double)n * k * 2 / (4.2e6 * sm_count / 132);
-    return k % 256 ? 1e300 : 5 + 0.012 * tok + (even > least ? even : least);
-  }
   if (k % (split > 1 ? 256 * split : 128) || split > 2 || (split == 2 && 2 * pairs > per)) return 1e300;
   int full = 0;
   const int last = tok == 256 && split == 1 ? last_wave(pairs, sm_count, k, &full) : 1;

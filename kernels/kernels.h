@@ -75,11 +75,9 @@ typedef struct k_gemm_args {
     int32_t sm_count;
     int32_t pdl;         /* programmatic dependent launch: only x may come from the kernel just before in the stream */
     int32_t first, count; /* set by the launcher; zero */
-    unsigned long long *workspace; /* of split 0, with its ticket, as k_decode_args' */
-    unsigned *ticket;
 } k_gemm_args;
-/* (tok, split) in {(256, 1), (256, 2), (256, 4), (128, 1), (128, 2), (64, 1), (64, 2)}, and each tok with 0: all tiles' K dealt evenly;
- * k % 128 == 0 (split 0: k % 256, more: k % (256 split)), n % 8 == 0; delta: whether any tile has a variant. (256, 1) may be two launches. */
+/* (tok, split) in {(256, 1), (256, 2), (256, 4), (128, 1), (128, 2), (64, 1), (64, 2)}; k % 128 == 0 (split > 1: k % (256 split)),
+ * n % 8 == 0; delta: whether any tile has a variant. (256, 1) may be two launches. */
 cudaError_t k_gemm(const k_gemm_args *args, int tok, int split, bool delta, cudaStream_t stream);
 /* Estimated microseconds of a launch on an H200, to be compared between kernels and tiles of one matrix. */
 double k_gemm_cost(int n, int k, int tok, int split, int tile_count, int sm_count);
@@ -87,9 +85,9 @@ double k_gemm_cost(int n, int k, int tok, int split, int tile_count, int sm_coun
 #define K_DECODE_ROWS 64 /* most rows of one launch */
 
 typedef struct k_decode_args {
-    CUtensorMap w, x;      /* W [n, k] box 128 x 64; x, used from 17 rows on: box k_decode_tokens(rows) x 64; 128-byte swizzle */
+    CUtensorMap w, x;      /* W [n, k] box 128 x 64; x, not used by the lean one: box k_decode_tokens(rows) x 64; 128-byte swizzle */
     const void *w_data;
-    const void *x_data;    /* [rows, k]; used up to 16 rows */
+    const void *x_data;    /* [rows, k]; the lean one's */
     int32_t first_row;     /* row of x's map where x_data starts */
     const uint8_t *planes; /* by k_planes; used from 17 rows on */
     const k_overlay_linear *overlays;
@@ -105,14 +103,14 @@ typedef struct k_decode_args {
     int32_t stages, pieces, chunks, burst; /* set by the launcher */
 } k_decode_args;
 uint64_t k_decode_workspace_bytes(int sm_count), k_decode_workspace_zeros(int sm_count);
-int k_decode_tokens(int rows); /* columns of the product: 8, 16, 32 or 64 */
+int k_decode_tokens(int rows); /* columns of the product: 32 or 64 */
 cudaError_t k_decode(const k_decode_args *args, cudaStream_t stream);
 #define K_LEAN_ROWS 16
-/* The same for up to K_LEAN_ROWS rows, n % 8 == 0, with another arrangement of a launch's beginning and end (bitdelta_lean.cu). */
+/* The same for up to K_LEAN_ROWS rows, n % 8 == 0, which makes its planes itself (bitdelta_lean.cu). */
 cudaError_t k_decode_lean(const k_decode_args *args, cudaStream_t stream);
-/* As k_gemm_cost, comparable with it; the planes are counted. */
+/* As k_gemm_cost, comparable with it; the planes are counted. Up to K_LEAN_ROWS rows: the lean one's. */
 double k_decode_cost(int n, int k, int rows, int slots, int sm_count);
-/* The bit planes of x, [rows, k], for k_decode from 17 rows on: k_planes_bytes() bytes. */
+/* The bit planes of x, [rows, k], for k_decode: k_planes_bytes() bytes. */
 uint64_t k_planes_bytes(int rows, int k);
 cudaError_t k_planes(uint8_t *planes, const void *x, int rows, int k, bool fp16, bool pdl, cudaStream_t stream);
 

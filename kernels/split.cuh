@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr int SPLIT_WORDS = 8 * 256, SPLIT_PARTIAL = 128 * 256 * 4;  // 64-bit words and bytes of a partial, a CTA
+constexpr int SPLIT_WORDS = 8 * 256, SPLIT_PARTIAL = 64 * 256 * 4;  // 64-bit words and bytes of a partial, a CTA
 
 struct Split {
   unsigned long long* workspace;

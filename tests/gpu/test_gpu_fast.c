@@ -1,5 +1,5 @@
 /* test_gpu_fast.c - the sm_90a kernels against float64: prefill with W_eff rebuilt in registers, decode with the exact delta.
- * With BD_GPU_SMALL set, small cases only: for compute-sanitizer. BD_GPU_KERNELS, of gemm, even, decode, lean, mixed: those only. Bounds: decode rounds only y (1.7e-3 of bf16); prefill also rounds W_eff (2.55e-3 expected together). */
+ * With BD_GPU_SMALL set, small cases only: for compute-sanitizer. BD_GPU_KERNELS, of gemm, decode, lean, mixed: those only. Bounds: decode rounds only y (1.7e-3 of bf16); prefill also rounds W_eff (2.55e-3 expected together). */
 #include "gpu_problem.h"
 
 static CUtensorMap map_make(const void *data, size_t rows, size_t cols, unsigned box_rows) {
@@ -95,45 +95,26 @@ static void splitting_free(splitting *s) {
     buffer_free(&s->ticket);
 }
 
-typedef struct gemm_run {
-    device_problem d;
-    buffer tiles;
-    splitting split;
-    k_gemm_args args;
-    int tok, parts;
-    bool delta;
-} gemm_run;
-
-/* sms: multiprocessors the launch may use; few make rings wrap and tiles wait for each other. */
-static gemm_run gemm_prepare(const problem *p, int tok, int parts, int sms) {
+/* sms: multiprocessors the launch may use; few make rings wrap. */
+static void run_gemm(const problem *p, int tok, int parts, int sms, float *y) {
     const linear_case c = p->c;
-    gemm_run r = {.d = upload(p, 0, c.rows), .split = splitting_make(sms), .tok = tok, .parts = parts};
+    device_problem d = upload(p, 0, c.rows);
     k_gemm_tile *tiles = malloc(((size_t)c.rows + 1) * sizeof *tiles);
     int count = 0;
+    bool delta = false;
     for (int s = 0; s < p->segment_count; s++) {
-        r.delta |= p->segments[s].overlay >= 0;
+        delta |= p->segments[s].overlay >= 0;
         for (int m = p->segments[s].first_row; m < p->segments[s].end_row; m += tok)
             tiles[count++] = (k_gemm_tile){m, m + tok < p->segments[s].end_row ? m + tok : p->segments[s].end_row, p->segments[s].overlay, 0};
     }
-    r.tiles = buffer_make(tiles, (size_t)count * sizeof *tiles);
+    buffer on_device = buffer_make(tiles, (size_t)count * sizeof *tiles);
     free(tiles);
-    r.args = (k_gemm_args){.w = map_make(r.d.w.data, (size_t)c.n, (size_t)c.k, 128), .x = map_make(r.d.x.data, (size_t)c.rows, (size_t)c.k, (unsigned)tok / 2),
-                           .y = map_make(r.d.y.data, (size_t)c.rows, (size_t)c.n, 32), .w_data = r.d.w.data, .y_data = r.d.y.data, .bias = r.d.bias.data,
-                           .overlays = r.d.table.data, .tiles = r.tiles.data, .tile_count = count, .n = c.n, .k = c.k, .fp16 = p->fp16, .group = 8,
-                           .sm_count = sms, .workspace = r.split.work.data, .ticket = r.split.ticket.data};
-    return r;
-}
-
-static void gemm_finish(gemm_run *r, float *y) {
-    download(&r->d, r->args.fp16, y);
-    buffer_free(&r->tiles);
-    splitting_free(&r->split);
-}
-
-static void run_gemm(const problem *p, int tok, int parts, int sms, float *y) {
-    gemm_run r = gemm_prepare(p, tok, parts, sms);
-    for (int again = 0; again < 3; again++, r.args.pdl = true) CUDA_OK(k_gemm(&r.args, tok, parts, r.delta, NULL));
-    gemm_finish(&r, y);
+    k_gemm_args args = {.w = map_make(d.w.data, (size_t)c.n, (size_t)c.k, 128), .x = map_make(d.x.data, (size_t)c.rows, (size_t)c.k, (unsigned)tok / 2),
+                        .y = map_make(d.y.data, (size_t)c.rows, (size_t)c.n, 32), .w_data = d.w.data, .y_data = d.y.data, .bias = d.bias.data,
+                        .overlays = d.table.data, .tiles = on_device.data, .tile_count = count, .n = c.n, .k = c.k, .fp16 = p->fp16, .group = 8, .sm_count = sms};
+    for (int again = 0; again < 3; again++, args.pdl = true) CUDA_OK(k_gemm(&args, tok, parts, delta, NULL));
+    download(&d, p->fp16, y);
+    buffer_free(&on_device);
 }
 
 enum how { PLAIN, LEAN, MIXED, HOWS }; /* kernels for few rows */
@@ -199,7 +180,7 @@ static bool decode_prepare(const problem *p, enum how how, int sms, int first, i
 
 static void decode_launch(const decode_run *r, cudaStream_t stream) {
     const k_decode_args *a = &r->args;
-    if (r->how == PLAIN && a->variants && k_decode_tokens(a->rows) > 16)
+    if (r->how == PLAIN && a->variants)
         CUDA_OK(k_planes(r->planes.data, a->x_data, a->rows, a->k, a->fp16, a->pdl, stream));
     if (r->how == PLAIN) CUDA_OK(k_decode(a, stream));
     else if (r->how == LEAN) CUDA_OK(k_decode_lean(a, stream));
@@ -251,13 +232,9 @@ static void test_gemm(void **state) {
         {{33, 128, 2048, 2, 1, 2}, 256, 4, 132},  {{500, 328, 384, 0, 1, 1}, 256, 1, 4},    {{17, 8, 128, 1, 1, 2}, 64, 1, 132},
         {{300, 1096, 1024, 3, 1, 4}, 256, 1, 16}, {{400, 1096, 512, 2, 1, 3}, 256, 1, 14},  {{150, 1000, 1536, 1, 1, 1}, 128, 1, 8},
         {{70, 1032, 768, 5, 1, 40}, 64, 1, 6},
-        {{257, 256, 256, 1, 1, 1}, 256, 0, 132},  {{64, 136, 512, 1, 1, 1}, 64, 0, 4},      {{200, 520, 2048, 8, 1, 9}, 128, 0, 132},
-        {{300, 1096, 1024, 3, 1, 4}, 256, 0, 14}, {{300, 392, 4096, 4, 1, 7}, 256, 0, 132}, {{500, 328, 512, 0, 1, 1}, 256, 0, 6},
-        {{70, 1032, 768, 5, 1, 20}, 64, 0, 132},  {{33, 264, 7168, 2, 1, 2}, 128, 0, 40},   {{150, 1000, 1536, 1, 1, 1}, 128, 0, 2},
-        {{29, 8, 4096, 1, 1, 2}, 64, 0, 132},
     };
     for (size_t i = 0; i < 2 * (sizeof cases / sizeof *cases); i++) {
-        if (left_out(cases[i / 2].c) || !wanted(cases[i / 2].split ? "gemm" : "even")) continue;
+        if (left_out(cases[i / 2].c) || !wanted("gemm")) continue;
         problem p = problem_make_element(cases[i / 2].c, i % 2);
         size_t bytes = (size_t)p.c.rows * (size_t)p.c.n * 4;
         float *y = malloc(bytes), *again = malloc(bytes);
@@ -283,10 +260,8 @@ static void test_gemm_one_hot(void **state) {
     memset(p.bias, 0, n * 4);
     for (size_t m = 0; m < 512; m++) p.x[m * k + m] = bd_f32_to_bf16(1);
     float *y = malloc(512 * n * 4);
-    for (int turn = 0; turn < 6; turn++) {
-        const int tok = 64 << turn % 3;
-        if (!wanted(turn < 3 ? "gemm" : "even")) continue;
-        run_gemm(&p, tok, turn < 3, tok == 128 ? 2 : sm_count(), y); /* split 0 too: one x is one part of K */
+    for (int tok = 64; wanted("gemm") && tok <= 256; tok *= 2) {
+        run_gemm(&p, tok, 1, tok == 128 ? 2 : sm_count(), y);
         for (size_t m = 0; m < 512; m++)
             for (size_t i = 0; i < n; i++) {
                 int v = p.row_overlay[m];
@@ -317,23 +292,19 @@ static void test_decode(void **state) {
         if (left_out(cases[i / 2])) continue;
         problem p = problem_make_element(cases[i / 2], i % 2);
         size_t bytes = (size_t)p.c.rows * (size_t)p.c.n * 4;
-        float *y = malloc(bytes), *plain = malloc(bytes);
+        float *y = malloc(bytes);
         double *want = reference_of(&p);
         for (int pdl = 0; pdl < 2; pdl++) {
             const int sms = pdl ? sm_count() : 1 + (int)(test_next() % 5);
             for (int how = PLAIN; how < HOWS; how++) {
-                /* What lean decode is compared with always runs. */
-                if (!wanted(how_kernels[how]) && !(how == PLAIN && wanted("lean"))) continue;
+                if (!wanted(how_kernels[how])) continue;
                 if (!run_decode_on(&p, (enum how)how, sms, 0, p.c.rows, pdl, y)) continue;
                 ran[how]++;
                 check(&p, y, want, decode_bound(&p), how_names[how]);
-                if (how == PLAIN) memcpy(plain, y, bytes);
-                if (how == LEAN && memcmp(plain, y, bytes) != 0) fail_msg("rows %d n %d k %d: lean decode differs from decode", p.c.rows, p.c.n, p.c.k);
             }
         }
         free(want);
         free(y);
-        free(plain);
         problem_free(&p);
     }
     printf("launches of decode, lean, mixed: %d %d %d\n", ran[PLAIN], ran[LEAN], ran[MIXED]);
@@ -455,16 +426,6 @@ static void test_two_streams(void **state) {
         for (int s = 0; s < 2; s++) {
             decode_finish(&runs[s], &p, y);
             if (memcmp(y, alone, bytes) != 0) fail_msg("%s: beside another launch the outputs differ", how_names[how]);
-        }
-    }
-    if (wanted("even")) {
-        gemm_run gemms[2] = {gemm_prepare(&p, 64, 0, sm_count()), gemm_prepare(&p, 64, 0, sm_count())};
-        run_gemm(&p, 64, 0, sm_count(), alone);
-        for (int i = 0; i < repeats; i++)
-            for (int s = 0; s < 2; s++) CUDA_OK(k_gemm(&gemms[s].args, 64, 0, gemms[s].delta, streams[s]));
-        for (int s = 0; s < 2; s++) {
-            gemm_finish(&gemms[s], y);
-            assert_memory_equal(y, alone, bytes);
         }
     }
     for (int s = 0; s < 2; s++) CUDA_OK(cudaStreamDestroy(streams[s]));

@@ -9,8 +9,6 @@
 
 static const uint32_t tile_tokens[CUDA_TILES] = {256, 128, 64};
 
-cuda_choices cuda_fast_choices = {.lean = true, .mixed = true, .even = false};
-
 static void group_shape(const bd_cuda *cuda, bd_group group, cuda_group *out) {
     static const bd_linear firsts[CUDA_GROUPS] = {BD_LINEAR_Q, BD_LINEAR_O, BD_LINEAR_GATE,
                                                   BD_LINEAR_DOWN};
@@ -207,7 +205,7 @@ bool cuda_fast_step_fill(bd_cuda *cuda, const bd_step *step) {
     for (uint32_t s = 0; s < step->segment_count; s++)
         d->any_delta |= step->segments[s].overlay >= 0;
     if (step->row_count <= CUDA_DECODE_ROWS_MAX && !slots_fill(cuda, step, d)) return false;
-    if (cuda_fast_choices.mixed && d->any_delta && step->row_count > CUDA_DECODE_ONLY_ROWS &&
+    if (d->any_delta && step->row_count > CUDA_DECODE_ONLY_ROWS &&
         step->row_count <= CUDA_DECODE_ROWS_MAX && !mixed_fill(cuda, step, d))
         return false;
     return step->row_count <= CUDA_DECODE_ONLY_ROWS || tiles_fill(cuda, step, d);
@@ -218,37 +216,36 @@ static bd_status decode(bd_cuda *cuda, uint32_t layer, bd_group group, const cud
     cuda_fast *fast = &cuda->fast;
     const cuda_group *g = &fast->groups[group];
     const cuda_fast_step *d = &cuda->fast_step;
-    const int tokens = k_decode_tokens((int)chunk->rows);
+    const bool lean = chunk->rows <= K_LEAN_ROWS;
     const uint16_t *x = g->x_data + (size_t)chunk->first_row * g->k;
-    if (chunk->slots && tokens > 16) {
+    if (chunk->slots && !lean) {
         const cudaError_t error =
             k_planes(fast->planes, x, (int)chunk->rows, (int)g->k, cuda->fp16, true, cuda->stream);
         const bd_status s = cuda_check(cuda, error, "bit planes", err);
         if (s != BD_OK) return s;
     }
-    const k_decode_args args = {.w = fast->w[layer][group],
-                                .x = g->x[tokens == 64 ? X_BOX_64 : X_BOX_32],
-                                .w_data = cuda->linears[layer][g->first],
-                                .x_data = x,
-                                .first_row = (int32_t)chunk->first_row,
-                                .planes = fast->planes,
-                                .overlays = cuda->step.linears +
-                                            (size_t)(layer * BD_LINEAR_COUNT + g->first) *
-                                                cuda->step.overlay_count,
-                                .columns = d->columns + chunk->first_slot,
-                                .slot = d->slot + chunk->first_row,
-                                .bias = cuda_group_bias(cuda, layer, group),
-                                .y = g->y_data + (size_t)chunk->first_row * g->n,
-                                .workspace = fast->workspace,
-                                .ticket = &fast->tickets[fast->next_ticket++ % CUDA_TICKETS],
-                                .rows = (int32_t)chunk->rows,
-                                .n = (int32_t)g->n,
-                                .k = (int32_t)g->k,
-                                .variants = (int32_t)chunk->slots,
-                                .sm_count = fast->sm_count,
-                                .fp16 = cuda->fp16,
-                                .pdl = 1};
-    const bool lean = cuda_fast_choices.lean && chunk->rows <= K_LEAN_ROWS;
+    const k_decode_args args = {
+        .w = fast->w[layer][group],
+        .x = g->x[k_decode_tokens((int)chunk->rows) == 64 ? X_BOX_64 : X_BOX_32],
+        .w_data = cuda->linears[layer][g->first],
+        .x_data = x,
+        .first_row = (int32_t)chunk->first_row,
+        .planes = fast->planes,
+        .overlays = cuda->step.linears +
+                    (size_t)(layer * BD_LINEAR_COUNT + g->first) * cuda->step.overlay_count,
+        .columns = d->columns + chunk->first_slot,
+        .slot = d->slot + chunk->first_row,
+        .bias = cuda_group_bias(cuda, layer, group),
+        .y = g->y_data + (size_t)chunk->first_row * g->n,
+        .workspace = fast->workspace,
+        .ticket = &fast->tickets[fast->next_ticket++ % CUDA_TICKETS],
+        .rows = (int32_t)chunk->rows,
+        .n = (int32_t)g->n,
+        .k = (int32_t)g->k,
+        .variants = (int32_t)chunk->slots,
+        .sm_count = fast->sm_count,
+        .fp16 = cuda->fp16,
+        .pdl = 1};
     return cuda_check(cuda, (lean ? k_decode_lean : k_decode)(&args, cuda->stream), "decode", err);
 }
 
@@ -289,8 +286,7 @@ static gemm_choice choose_tile(const cuda_fast *fast, const cuda_group *g,
                                const cuda_fast_step *d) {
     gemm_choice best = {.cost = 1e300};
     for (uint32_t t = 0; t < CUDA_TILES; t++)
-        for (int split = !cuda_fast_choices.even; split <= (t == 0 ? 4 : 2);
-             split += split ? split : 1) {
+        for (int split = 1; split <= (t == 0 ? 4 : 2); split *= 2) {
             const double cost = k_gemm_cost((int)g->n, (int)g->k, (int)tile_tokens[t], split,
                                             (int)d->tile_count[t], fast->sm_count);
             if (cost < best.cost * 0.999) best = (gemm_choice){t, split, cost};
@@ -312,7 +308,7 @@ static bd_status prefill(bd_cuda *cuda, uint32_t layer, bd_group group, gemm_cho
     cuda_fast *fast = &cuda->fast;
     const cuda_group *g = &fast->groups[group];
     const cuda_fast_step *d = &cuda->fast_step;
-    const uint32_t t = choice.tile, ticket = choice.split ? 0 : fast->next_ticket++ % CUDA_TICKETS;
+    const uint32_t t = choice.tile;
     const k_gemm_args args = {.w = fast->w[layer][group],
                               .x = g->x[boxes[t]],
                               .y = g->y,
@@ -329,9 +325,7 @@ static bd_status prefill(bd_cuda *cuda, uint32_t layer, bd_group group, gemm_cho
                               .fp16 = cuda->fp16,
                               .group = 8,
                               .sm_count = fast->sm_count,
-                              .pdl = 1,
-                              .workspace = fast->workspace,
-                              .ticket = &fast->tickets[ticket]};
+                              .pdl = 1};
     return cuda_check(cuda,
                       k_gemm(&args, (int)tile_tokens[t], choice.split, d->any_delta, cuda->stream),
                       "prefill", err);

@@ -25,16 +25,6 @@ struct bd_cuda;
 
 enum { X_BOX_128, X_BOX_64, X_BOX_32, X_BOX_8, X_BOX_COUNT }; /* rows of a box of x */
 
-/* Kernels that are chosen among beside those that always are. One is switched on where it is
- * defined when it has been measured to be faster; tests and benchmarks set them before a backend
- * opens. */
-typedef struct cuda_choices {
-    bool lean;  /* decode of few rows: the lean launch */
-    bool mixed; /* rows of several variants, the base product once */
-    bool even;  /* prefill whose units are dealt evenly */
-} cuda_choices;
-extern cuda_choices cuda_fast_choices;
-
 typedef struct cuda_group {
     bool fast;
     bd_linear first; /* its matrices are first .. first + count - 1 */
