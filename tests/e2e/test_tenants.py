@@ -278,6 +278,19 @@ def test_metrics_public(launch, home):
         assert series in names[0], series
 
 
+def test_unused_tenants_have_no_series(launch, home):
+    """A file of thousands does not make thousands of series: each begins with its tenant's first request."""
+    server = launch("--tenants", str(write(home / "unused.json", tenant("alpha"), tenant("beta"), tenant("gamma", [SQL]))))
+    seen = set()
+    for name in (None, "alpha", "beta"):
+        if name:
+            assert ask(server, name).status_code == 200
+            idle(server, name)
+            seen.add(name)
+        text = admin_metrics(server)
+        assert set(re.findall(r'tenant="([^"]*)"', text)) == seen, text
+
+
 def test_admin_list(shared):
     answer = requests.get(shared.admin_url + "/admin/tenants", timeout=20)
     alpha, beta, gamma, delta = listed = answer.json()["tenants"]

@@ -39,6 +39,7 @@ struct bd_cache {
     uint64_t load_us;
     bool changed;
     uint64_t loads, evictions;
+    uint64_t loads_at_first_end; /* begun when the first of them ended */
     uint32_t forgotten;
     bool fail_next;      /* load */
     bd_engine *engine;   /* NULL: before it runs */
@@ -153,6 +154,7 @@ void bd_cache_release(bd_cache *cache, bd_lease *lease, uint64_t now_us) {
 static inline void fake_cache_finish(bd_cache *cache, struct bd_variant *v, uint64_t now_us) {
     bd_error err;
     bd_status status = BD_OK;
+    if (cache->loads_at_first_end == 0) cache->loads_at_first_end = cache->loads;
     if (v->fails) {
         v->state = BD_VARIANT_FAILED;
         v->retry_at_us = now_us + 2500000;

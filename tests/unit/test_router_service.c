@@ -435,6 +435,66 @@ static void test_stuck_load(void **state) {
     close_world(&w);
 }
 
+/* A load that is under way when requests come, as a prefetch is, is charged to none of them. */
+static void test_load_of_others(void **state) {
+    (void)state;
+    enum { PROMPT = 10, OUTPUT = 5 };
+    const double weights[TENANTS] = {1.0, 1.0, 1.0};
+    world w;
+    request requests[3];
+    open_world(&w, fake_seed(), 4, 0.0, SEQS_MAX, weights);
+    w.cache.load_us = 30000;
+    assert_int_equal(bd_load_begin(w.router, bd_router_served_at(w.router, 1), true, NULL, NULL),
+                     BD_OK);
+    for (uint32_t i = 0; i < 3; i++) {
+        make(&w, &requests[i], i < 2 ? 1 : 2, PROMPT, PROMPT); /* the last begins a load itself */
+        requests[i].job.params.max_new_tokens = OUTPUT;
+        submit(&requests[i], i);
+    }
+    run_world(&w, 3);
+    assert_int_equal(w.cache.loads, 2);
+    for (uint32_t i = 0; i < 3; i++) {
+        const double tokens = PROMPT + 2.0 * OUTPUT, load = FAKE_FILE_BYTES / LOAD_UNIT;
+        assert_int_equal(requests[i].status, BD_OK);
+        assert_int_equal(flow_of(&w, i)->loaded_bytes, i < 2 ? 0 : FAKE_FILE_BYTES);
+        assert_true(flow_of(&w, i)->service == tokens + (i < 2 ? 0.0 : load));
+    }
+    close_world(&w);
+}
+
+static void submit_cold(world *w) {
+    w->later_count++;
+    if (w->later_count == 1) submit(&w->later[0], 0);
+    if (w->later_count == 5) submit(&w->later[1], 1); /* some tokens ahead by now */
+}
+
+/* Tenant 0 waits for a load. Tenant 1 is further ahead of it than the bound: while the load lasts,
+ * it gets none of its own, not even when nothing else is left to do; then it does. */
+static void test_load_beyond_bound(void **state) {
+    (void)state;
+    const double weights[TENANTS] = {1.0, 1.0, 1.0};
+    world w;
+    request requests[3];
+    open_world(&w, fake_seed(), 4, 0.0, SEQS_MAX, weights);
+    w.cache.load_us = 50000;
+    /* Begun by nobody, so that its cost is not what decides. */
+    assert_int_equal(bd_load_begin(w.router, bd_router_served_at(w.router, 1), true, NULL, NULL),
+                     BD_OK);
+    for (uint32_t i = 0; i < 3; i++) {
+        make(&w, &requests[i], i == 2 ? 0 : 1 + i, 10, 10);
+        requests[i].job.params.max_new_tokens = NEW_MAX;
+    }
+    w.later = requests;
+    w.at_token = submit_cold;
+    submit(&requests[2], 1); /* of the base: it ends long before the load does */
+    run_world(&w, 3);
+    assert_int_equal(w.cache.loads_at_first_end, 1);
+    assert_int_equal(w.cache.loads, 2);
+    for (uint32_t i = 0; i < 3; i++)
+        assert_int_equal(requests[i].status, BD_OK);
+    close_world(&w);
+}
+
 /* One place: each tenant's requests by priority, then as they came; the tenants in turns. */
 static void test_priority(void **state) {
     (void)state;
@@ -579,6 +639,8 @@ int main(void) {
         cmocka_unit_test(test_idle_then_back),
         cmocka_unit_test(test_priority),
         cmocka_unit_test(test_stuck_load),
+        cmocka_unit_test(test_load_of_others),
+        cmocka_unit_test(test_load_beyond_bound),
         cmocka_unit_test(test_one_for_all),
         cmocka_unit_test(test_weights_and_metrics),
         cmocka_unit_test(test_left_and_back),
