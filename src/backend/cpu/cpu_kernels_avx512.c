@@ -24,6 +24,38 @@ INLINE __mmask16 first_lanes(uint32_t count) {
     return count >= 16 ? (__mmask16)0xffff : (__mmask16)((1u << count) - 1u);
 }
 
+/* Sums of the lanes of one register, or of several at once: always (0 + 8) of lanes sixteen apart
+ * by eight, then by four, two and one, so that the bits are the same whichever of these is used. */
+INLINE __m128 sum_blocks(__m512 v) {
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+
+INLINE float lane_sum(__m512 v) {
+    const __m128 four = sum_blocks(v), two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+/* Block j of the result: the four lanes that are left of v[j]. */
+INLINE __m512 fold_four(const __m512 v[4]) {
+    const __m512 a = _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x44),
+                                   _mm512_shuffle_f32x4(v[0], v[1], 0xee));
+    const __m512 b = _mm512_add_ps(_mm512_shuffle_f32x4(v[2], v[3], 0x44),
+                                   _mm512_shuffle_f32x4(v[2], v[3], 0xee));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+
+/* Of every block the lanes 0 + 2 of a and of b, then their lanes 1 + 3. */
+INLINE __m512 fold_pair(__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+}
+
+/* Of every block the sums of a, b, c and d. */
+INLINE __m512 fold_blocks(__m512 a, __m512 b, __m512 c, __m512 d) {
+    const __m512 ab = fold_pair(a, b), cd = fold_pair(c, d);
+    return _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+}
+
 /* Sixteen bf16 become float32 in one permute of 16-bit lanes: each moves to the top of its own. */
 INLINE __m512 widen_bf16(__m256i half) {
     const __m512i lanes = _mm512_set_epi16(15, 0, 14, 0, 13, 0, 12, 0, 11, 0, 10, 0, 9, 0, 8, 0, 7,
@@ -104,7 +136,7 @@ INLINE void streams_end(streams *s, const bd_cpu_dot *dot, uint32_t k, bd_dtype 
     }
     float *y = dot->y[0] + j;
     UNROLL for (uint32_t a = 0; a < STREAMS; a++) y[a * each] =
-        (dot->add ? y[a * each] : 0.0f) + _mm512_reduce_add_ps(s->acc[a]);
+        (dot->add ? y[a * each] : 0.0f) + lane_sum(s->acc[a]);
 }
 
 /* Returns the first output that is left. */
@@ -120,12 +152,46 @@ INLINE uint32_t dot_streams(const bd_cpu_dot *dot, bd_dtype dtype) {
     return STREAMS * each;
 }
 
+/* The sums of NW outputs and R rows, into y or on top of it. */
+INLINE void put_sums(const bd_cpu_dot *dot, __m512 acc[6][4], uint32_t i, uint32_t r,
+                     const uint32_t NW, const uint32_t R) {
+    __m512 of[6]; /* by output: what is left of four lanes, block by block for the rows */
+    UNROLL for (uint32_t a = 0; a < 6; a++) {
+        const __m512 none = _mm512_setzero_ps();
+        const __m512 rows[4] = {a < NW ? acc[a][0] : none, a < NW && R > 1 ? acc[a][1] : none,
+                                a < NW && R > 2 ? acc[a][2] : none,
+                                a < NW && R > 3 ? acc[a][3] : none};
+        of[a] = a < NW ? fold_four(rows) : none;
+    }
+    const __m512 low = fold_blocks(of[0], of[1], of[2], of[3]);
+    const __m512 high = NW > 4 ? fold_blocks(of[4], of[5], of[4], of[5]) : low;
+    const __m128 lows[4] = {_mm512_castps512_ps128(low), _mm512_extractf32x4_ps(low, 1),
+                            _mm512_extractf32x4_ps(low, 2), _mm512_extractf32x4_ps(low, 3)};
+    const __m128 highs[4] = {_mm512_castps512_ps128(high), _mm512_extractf32x4_ps(high, 1),
+                             _mm512_extractf32x4_ps(high, 2), _mm512_extractf32x4_ps(high, 3)};
+    const __mmask8 first = (__mmask8)((1u << (NW < 4 ? NW : 4)) - 1u), last = 3;
+    UNROLL for (uint32_t b = 0; b < R; b++) {
+        float *y = dot->y[r + b] + i;
+        __m128 sums = lows[b], more = highs[b];
+        if (dot->add) {
+            sums = _mm_add_ps(_mm_maskz_loadu_ps(first, y), sums);
+            if (NW > 4) more = _mm_add_ps(_mm_maskz_loadu_ps(last, y + 4), more);
+        }
+        if (NW >= 4) {
+            _mm_storeu_ps(y, sums);
+        } else {
+            _mm_mask_storeu_ps(y, first, sums);
+        }
+        if (NW > 4) _mm_storel_pi((__m64 *)(void *)(y + 4), more);
+    }
+}
+
 /* NW outputs times R rows; both are constants after inlining, and the accumulators fit the 32
  * registers. ahead_bytes: 0, or how far ahead of these weights to prefetch. */
 INLINE void dot_block(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, uint32_t r,
                       uint64_t ahead_bytes, const uint32_t NW, const uint32_t R) {
-    __m512 acc[16][4];
-    const uint8_t *w[16];
+    __m512 acc[6][4];
+    const uint8_t *w[6];
     const float *x[4];
     UNROLL for (uint32_t a = 0; a < NW; a++) {
         w[a] = dot->w + (i + a) * dot->stride_bytes;
@@ -153,10 +219,14 @@ INLINE void dot_block(const bd_cpu_dot *dot, bd_dtype dtype, uint32_t i, uint32_
                 _mm512_fmadd_ps(_mm512_maskz_loadu_ps(lanes, x[b] + whole), wide, acc[a][b]);
         }
     }
-    UNROLL for (uint32_t b = 0; b < R; b++) {
+    if (dtype == BD_DTYPE_F32 || R != 3) {
+        put_sums(dot, acc, i, r, NW, R);
+        return;
+    }
+    UNROLL for (uint32_t b = 0; b < R; b++) { /* gcc's loop for three rows was slower with them */
         float *y = dot->y[r + b] + i;
         UNROLL for (uint32_t a = 0; a < NW; a++) y[a] =
-            (dot->add ? y[a] : 0.0f) + _mm512_reduce_add_ps(acc[a][b]);
+            (dot->add ? y[a] : 0.0f) + lane_sum(acc[a][b]);
     }
 }
 
@@ -419,37 +489,54 @@ AVX512 static void avx512_add_signs(float *dst, const float *src, const uint8_t 
     }
 }
 
+/* D times sixteen dimensions from d on of Q queries; lanes: of the last sixteen. */
 INLINE void weighted_block(float *acc, const float *p, const float *v, uint32_t tokens,
-                           uint32_t dim, const uint32_t Q) {
-    for (uint32_t d = 0; d < dim; d += 16) {
-        const __mmask16 lanes = first_lanes(dim - d);
-        __m512 sums[4];
-        UNROLL for (uint32_t q = 0; q < Q; q++) sums[q] =
-            _mm512_maskz_loadu_ps(lanes, acc + q * BD_CPU_HEAD_DIM_MAX + d);
-        for (uint32_t t = 0; t < tokens; t++) {
-            const __m512 value = _mm512_maskz_loadu_ps(lanes, v + (size_t)t * dim + d);
-            UNROLL for (uint32_t q = 0; q < Q; q++) sums[q] =
-                _mm512_fmadd_ps(_mm512_set1_ps(p[q * BD_CPU_KV_TILE + t]), value, sums[q]);
-        }
-        UNROLL for (uint32_t q = 0; q < Q; q++)
-            _mm512_mask_storeu_ps(acc + q * BD_CPU_HEAD_DIM_MAX + d, lanes, sums[q]);
+                           uint32_t dim, uint32_t d, __mmask16 lanes, const uint32_t D,
+                           const uint32_t Q) {
+    __m512 sums[4][4], values[4];
+    UNROLL for (uint32_t q = 0; q < Q; q++) {
+        UNROLL for (uint32_t i = 0; i < D; i++) sums[q][i] =
+            _mm512_maskz_loadu_ps(lanes, acc + q * BD_CPU_HEAD_DIM_MAX + d + 16 * i);
     }
+    for (uint32_t t = 0; t < tokens; t++) {
+        UNROLL for (uint32_t i = 0; i < D; i++) values[i] =
+            _mm512_maskz_loadu_ps(lanes, v + (size_t)t * dim + d + 16 * i);
+        UNROLL for (uint32_t q = 0; q < Q; q++) {
+            const __m512 weight = _mm512_set1_ps(p[q * BD_CPU_KV_TILE + t]);
+            UNROLL for (uint32_t i = 0; i < D; i++) sums[q][i] =
+                _mm512_fmadd_ps(weight, values[i], sums[q][i]);
+        }
+    }
+    UNROLL for (uint32_t q = 0; q < Q; q++) {
+        UNROLL for (uint32_t i = 0; i < D; i++)
+            _mm512_mask_storeu_ps(acc + q * BD_CPU_HEAD_DIM_MAX + d + 16 * i, lanes, sums[q][i]);
+    }
+}
+
+INLINE void weighted_queries(float *acc, const float *p, const float *v, uint32_t tokens,
+                             uint32_t dim, const uint32_t Q) {
+    uint32_t d = 0;
+    for (; d + 64 <= dim; d += 64)
+        weighted_block(acc, p, v, tokens, dim, d, 0xffff, 4, Q);
+    for (; d < dim; d += 16)
+        weighted_block(acc, p, v, tokens, dim, d, first_lanes(dim - d), 1, Q);
 }
 
 AVX512 static void avx512_weighted_sum(float *acc, const float *p, uint32_t queries, const float *v,
                                        uint32_t tokens, uint32_t dim) {
     uint32_t q = 0;
-    for (; q + 4 <= queries; q += 4) {
-        weighted_block(acc + q * BD_CPU_HEAD_DIM_MAX, p + q * BD_CPU_KV_TILE, v, tokens, dim, 4);
-    }
-    for (; q < queries; q++) {
-        weighted_block(acc + q * BD_CPU_HEAD_DIM_MAX, p + q * BD_CPU_KV_TILE, v, tokens, dim, 1);
-    }
+    for (; q + 4 <= queries; q += 4)
+        weighted_queries(acc + q * BD_CPU_HEAD_DIM_MAX, p + q * BD_CPU_KV_TILE, v, tokens, dim, 4);
+    acc += q * BD_CPU_HEAD_DIM_MAX;
+    p += q * BD_CPU_KV_TILE;
+    if (queries - q == 3) weighted_queries(acc, p, v, tokens, dim, 3);
+    if (queries - q == 2) weighted_queries(acc, p, v, tokens, dim, 2);
+    if (queries - q == 1) weighted_queries(acc, p, v, tokens, dim, 1);
 }
 
 static const bd_cpu_kernels avx512_kernels = {
     .name = "avx512",
-    .short_rows = 64,
+    .short_rows = 48,
     .dot = {[BD_DTYPE_F32] = avx512_dot_f32,
             [BD_DTYPE_BF16] = avx512_dot_bf16,
             [BD_DTYPE_F16] = avx512_dot_f16},
