@@ -61,6 +61,7 @@ static struct {
     pthread_cond_t posted, done;
     uint64_t job;
     uint32_t left;
+    size_t served_free[BD_COMM_RANKS_MAX]; /* device memory once recorded as served */
     void (*act)(rank *r);
     rank ranks[BD_COMM_RANKS_MAX];
 } all = {.lock = PTHREAD_MUTEX_INITIALIZER,
@@ -403,6 +404,15 @@ static double time_us(const bench_case *c) {
     return us[repeats / 2];
 }
 
+static void served_memory(void) {
+    size_t there;
+    for (uint32_t r = 0; r < all.count; r++)
+        if (cudaSetDevice((int)r) != cudaSuccess ||
+            cudaMemGetInfo(&all.served_free[r], &there) != cudaSuccess)
+            exit(1);
+    (void)cudaSetDevice(0);
+}
+
 static void run_cases(void) {
     for (int i = 0; i < CASES; i++)
         if (fits(&cases[i]) && cases[i].seqs <= CUDA_GRAPH_ROWS_MAX && cases[i].rows_each == 1)
@@ -415,6 +425,7 @@ static void run_cases(void) {
         for (int i = 0; i < CASES; i++)
             if (fits(&cases[i]) && (all.sums == AS_SERVED || cases[i].all_sums))
                 cases[i].us[all.sums] = time_us(&cases[i]);
+        if (all.sums == AS_SERVED) served_memory();
     }
     all.sums = AS_SERVED;
     on_all("sums", set_sums);
@@ -442,12 +453,14 @@ static void print_memory(const bd_memory_plan plans[], const size_t before[]) {
         printf("# rank %u, MiB: planned %" PRIu64 " (weights %" PRIu64 ", %u deltas %" PRIu64
                ", KV of %u tokens %" PRIu64 ", workspace and logits %" PRIu64 "); in use %" PRIu64
                " of %" PRIu64 ", %" PRIu64 " beyond the plan, of which %" PRIu64
-               " before anything was opened; the plan leaves %u for that\n",
+               " before anything was opened and %" PRIu64
+               " once recorded as served; the plan leaves %" PRIu64 " for what is opened\n",
                r, p->total >> 20, p->weights >> 20, all.shape.variants, p->deltas >> 20,
                all.shape.blocks * GPU_MODEL_BLOCK, p->kv >> 20, (p->workspace + p->logits) >> 20,
                used >> 20, (uint64_t)there >> 20, (used - p->total) >> 20,
                (uint64_t)(there - before[r]) >> 20,
-               (CUDA_CONTEXT_BYTES + (all.count > 1 ? CUDA_RANKS_BYTES : 0)) >> 20);
+               (uint64_t)(there - all.served_free[r] - p->total) >> 20,
+               cuda_unplanned_bytes(&all.ranks[r].m.options) >> 20);
     }
 }
 

@@ -165,7 +165,8 @@ static void test_plans_of_ranks(void **state) {
     /* All rows whole on every rank, as on one, and before that its part of them. */
     const uint64_t part = 256ull * 128256 / 2 * 4;
     assert_true(plans[1].logits >= plans[0].logits + part && plans[1].logits < plans[0].logits + part + 4096);
-    assert_int_equal(plans[0].available - plans[1].available, 1024ull << 20);
+    /* NCCL, and what 7 recordings of 32 layers take more. */
+    assert_int_equal(plans[0].available - plans[1].available, (1024ull << 20) + 7 * 32 * (288ull << 10));
 }
 
 int main(void) {

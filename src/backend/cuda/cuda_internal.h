@@ -22,10 +22,22 @@
 #define CUDA_MARKS         64u
 /* So little is read by a kernel itself across the bus: a copy would wait for its turn behind the
  * next window. */
-#define CUDA_SMALL_BYTES   (32u << 10)
-#define CUDA_SMALL_COUNT   16u
-#define CUDA_CONTEXT_BYTES (512u << 20)  /* left to the CUDA context, code and recorded steps */
-#define CUDA_RANKS_BYTES   (1024u << 20) /* of each of several ranks: left to NCCL and windows */
+#define CUDA_SMALL_BYTES (32u << 10)
+#define CUDA_SMALL_COUNT 16u
+/* Device memory beside the plan's: what a device of a known size lacks from the start; kernels'
+ * code, stacks, streams; for each of several ranks NCCL and windows; a layer of one recording,
+ * alone and with sums over ranks.
+ *
+ * Measured on H200 (driver 580, CUDA 13.0): 526 MiB were gone before anything was opened. With 70
+ * recordings of the 8B shape on one GPU 64 MiB more; on each of two 1492 MiB more for the 8B
+ * shape's 32 layers and 2444 for the 70B shape's 80, which is 290 KiB for a layer of a recording
+ * and 857 MiB that did not grow. Of the three sets of recordings made there one after the other one
+ * held NCCL's launches, as what is served does from four ranks on. */
+#define CUDA_CONTEXT_BYTES      (576u << 20)
+#define CUDA_CODE_BYTES         (256u << 20)
+#define CUDA_RANKS_BYTES        (1024u << 20)
+#define CUDA_RECORD_BYTES       (32u << 10)
+#define CUDA_RECORD_RANKS_BYTES (320u << 10)
 
 typedef struct cuda_shape { /* element counts derived from the config, one rank */
     uint32_t hidden, layers, ffn, vocab, head_dim, heads, kv_heads, q_width, kv_width;
@@ -174,6 +186,8 @@ bd_status cuda_check(bd_cuda *cuda, cudaError_t error, const char *what, bd_erro
 
 void cuda_shape_from(const bd_model_config *config, cuda_shape *out);
 bd_status cuda_plan(const bd_backend_options *options, bd_memory_plan *plan, bd_error *err);
+/* What a plan leaves of the memory that is free before anything is opened. */
+uint64_t cuda_unplanned_bytes(const bd_backend_options *options);
 bd_status cuda_supports(const bd_backend_options *options, bd_error *err);
 bd_status cuda_open(const bd_backend_options *options, bd_backend **out, bd_error *err);
 void cuda_close(bd_backend *backend);
@@ -226,6 +240,7 @@ bd_status cuda_tables_fill(bd_cuda *cuda, const bd_step *step, bool fixed, bd_er
 uint32_t cuda_row_window(const bd_cuda *cuda, const bd_step *step, uint32_t row);
 
 /* graphs.c: recordings of whole decode steps. */
+uint32_t cuda_recordings(const bd_backend_options *options); /* how many will be made */
 bd_status cuda_record(bd_backend *backend, bd_backend_forward forward, void *ctx, bd_error *err);
 void cuda_graphs_close(bd_cuda *cuda);
 /* Fills the tables for a recording and returns it; NULL: the step is to be launched as it is. */

@@ -4,6 +4,12 @@
  * the host is compared with the recording (cuda_launch_key), and a step that differs in it is
  * launched operator by operator. Padding rows read token 0 and write their keys to a spare block.
  *
+ * Up to CUDA_DECODE_ONLY_ROWS rows that is every step of greedy or sampled decoding whose variants
+ * are laid out alike. Beyond, what the fast kernels launch follows from the groups and tiles that
+ * each variant's rows make, padding's included: replayed are the base's own steps of just 32 or 64
+ * rows, and of others those that happen to make as many as the recording's single rows; the rest is
+ * launched, which took no longer there (8B shape, 64 rows: 9.4 ms either way).
+ *
  * Of several ranks all have recordings or none has, and all replay the same ones, since what a step
  * is compared by follows from its rows and shapes alone: a recorded sum is of the padded rows.
  * While ranks record, nothing runs that waits for another: they meet before and after the steps
@@ -174,13 +180,31 @@ static bd_status warm(bd_cuda *cuda, uint32_t rows, bd_backend_forward forward, 
                       : s;
 }
 
+/* Most variants in a recording of `rows` rows. */
+static uint32_t variants_most(const bd_backend_options *o, uint32_t rows) {
+    if (!o->delta_bytes) return 0;
+    return rows < CUDA_GRAPH_VARIANTS ? rows : CUDA_GRAPH_VARIANTS;
+}
+
+static bool bucket_used(const bd_backend_options *o, uint32_t bucket) {
+    const uint32_t rows = 1u << bucket;
+    return bucket < CUDA_GRAPH_BUCKETS && rows <= o->rows_max && rows <= o->seqs_max &&
+           rows <= o->logits_rows_max;
+}
+
+uint32_t cuda_recordings(const bd_backend_options *o) {
+    uint32_t count = 0;
+    for (uint32_t bucket = 0; bucket_used(o, bucket); bucket++)
+        count += variants_most(o, 1u << bucket) + 1;
+    return count;
+}
+
 static bd_status record_bucket(bd_cuda *cuda, const blank *b, uint32_t bucket,
                                bd_backend_forward forward, void *ctx, uint32_t *count,
                                bd_error *err) {
-    const uint32_t rows = 1u << bucket,
-                   most = rows < CUDA_GRAPH_VARIANTS ? rows : CUDA_GRAPH_VARIANTS;
+    const uint32_t rows = 1u << bucket, most = variants_most(&cuda->options, rows);
     bd_status s = BD_OK;
-    for (uint32_t v = 0; s == BD_OK && v <= (cuda->options.delta_bytes ? most : 0u); v++, ++*count)
+    for (uint32_t v = 0; s == BD_OK && v <= most; v++, ++*count)
         s = record_one(cuda, b, rows, v, forward, ctx, &cuda->graphs[bucket][v], err);
     return s;
 }
@@ -199,11 +223,9 @@ static bd_status give_up(bool fatal, bd_status s, const bd_error *fault, bool *r
  * launching steps without recordings. */
 static bd_status record_all(bd_cuda *cuda, const blank *b, bd_backend_forward forward, void *ctx,
                             uint32_t *count, bool *recorded, bd_error *err) {
-    const bd_backend_options *o = &cuda->options;
     bd_error fault;
-    for (uint32_t bucket = 0; bucket < CUDA_GRAPH_BUCKETS; bucket++) {
+    for (uint32_t bucket = 0; bucket_used(&cuda->options, bucket); bucket++) {
         const uint32_t rows = 1u << bucket;
-        if (rows > o->rows_max || rows > o->seqs_max || rows > o->logits_rows_max) break;
         bd_status s = cuda_ranks_agree(cuda, recorded, err);
         if (s != BD_OK || !*recorded) return s;
         if ((s = warm(cuda, rows, forward, ctx, &fault)) != BD_OK)

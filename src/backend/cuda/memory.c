@@ -145,6 +145,13 @@ static size_t kv_layer_elements(const bd_backend_options *o, const cuda_shape *s
     return ((size_t)o->kv_block_count + 1) * 2 * shape->kv_width * o->kv_block_tokens;
 }
 
+uint64_t cuda_unplanned_bytes(const bd_backend_options *o) {
+    const bool alone = o->rank_count <= 1;
+    return CUDA_CODE_BYTES + (alone ? 0 : CUDA_RANKS_BYTES) +
+           (uint64_t)cuda_recordings(o) * o->config->layers *
+               (alone ? CUDA_RECORD_BYTES : CUDA_RECORD_RANKS_BYTES);
+}
+
 bd_status cuda_plan(const bd_backend_options *o, bd_memory_plan *plan, bd_error *err) {
     (void)err;
     cuda_shape shape;
@@ -157,12 +164,12 @@ bd_status cuda_plan(const bd_backend_options *o, bd_memory_plan *plan, bd_error 
     plan->deltas = o->delta_bytes;
     plan->total = plan->weights + plan->workspace + plan->logits + plan->kv + plan->deltas;
     size_t available = 0, all = 0;
-    const uint64_t kept = CUDA_CONTEXT_BYTES + (o->rank_count > 1 ? CUDA_RANKS_BYTES : 0);
+    const uint64_t kept = cuda_unplanned_bytes(o), none = kept + CUDA_CONTEXT_BYTES;
     /* Nothing left is not the 0 of "unknown". */
-    plan->available = o->device_bytes > kept ? o->device_bytes - kept : o->device_bytes ? 1 : 0;
+    plan->available = o->device_bytes > none ? o->device_bytes - none : o->device_bytes ? 1 : 0;
     if (o->device_bytes) return BD_OK;
     if (cudaSetDevice((int)o->device_index) == cudaSuccess &&
-        cudaMemGetInfo(&available, &all) == cudaSuccess)
+        cudaMemGetInfo(&available, &all) == cudaSuccess) /* without what the context took */
         plan->available = available > kept ? available - kept : 0;
     (void)cudaGetLastError();
     return BD_OK;
