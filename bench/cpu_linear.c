@@ -2,7 +2,8 @@
  * measured memory bandwidth, prefill against the rate of sgemm (OpenBLAS, one thread), base and
  * one-plane variants side by side, in one run. Decode has each row of a variant of its own (up to
  * VARIANTS different ones, then around again) and all rows of one. Every figure is the best of
- * several rounds; the reading loop and sgemm run just before the layers they are compared with.
+ * several rounds; the reading loop and sgemm run just before the layers they are compared with. An
+ * OpenBLAS that does not know the machine may choose kernels of an older one: OPENBLAS_CORETYPE.
  * Usage: bench_cpu_linear [threads] [hidden] [ffn] [kernels]. */
 #include <cblas.h>
 #include <stdio.h>
@@ -258,7 +259,7 @@ int main(int argc, char **argv) {
     const double bandwidth = read_bandwidth(s);
     printf("memory read: %.2f GB/s\n%8s %8s %10s %10s %12s %12s\n", bandwidth, "rows", "each", "ms",
            "GB/s", "of memory", "vs base");
-    const uint32_t decode[] = {1, 2, 4, 7, 8, 12, 15, 16, 24, 32};
+    const uint32_t decode[] = {1, 2, 4, 7, 8, 15, 16, 24, 32, 48, 64};
     for (size_t i = 0; i < sizeof decode / sizeof decode[0]; i++) {
         const uint32_t rows = decode[i];
         const double base = time_linears(s, rows, 0);
@@ -272,9 +273,9 @@ int main(int argc, char **argv) {
         }
     }
     const double blas = sgemm_rate(s, 512, 1024, hidden);
-    printf("sgemm, one thread: %.1f GFLOP/s\n%8s %8s %10s %10s %12s %12s\n", blas, "rows", "each",
-           "ms", "GFLOP/s", "of sgemm", "vs base");
-    const uint32_t prefill[] = {32, 64, 128, 512};
+    printf("sgemm, one thread, kernels %s: %.1f GFLOP/s\n%8s %8s %10s %10s %12s %12s\n",
+           openblas_get_corename(), blas, "rows", "each", "ms", "GFLOP/s", "of sgemm", "vs base");
+    const uint32_t prefill[] = {64, 128, 512};
     for (size_t i = 0; i < sizeof prefill / sizeof prefill[0]; i++) {
         const double flops = 2.0 * weights * prefill[i], all = blas * s->cpu->workers;
         const double base = time_linears(s, prefill[i], 0),

@@ -6,10 +6,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <time.h>
 
-enum { THREADS_MAX = 64, ROUNDS = 7, LANES = 8 };
-#define READ_BYTES ((size_t)256 << 20) /* of each thread; far more than any cache */
+enum { THREADS_MAX = 64, ROUNDS = 7, PARTS = 80, EACH = 100800 };
+#define READ_BYTES ((size_t)PARTS * 4 * EACH * 8) /* of each thread; more than any cache */
+#define HUGE_PAGE  ((size_t)2 << 20)
 
 typedef struct reader {
     const uint64_t *words;
@@ -22,15 +24,20 @@ static double now_seconds(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+/* Four streams, for the prefetchers' sake, no power of two apart, which would be the same banks. */
 static void *read_all(void *argument) {
     reader *r = argument;
-    uint64_t lanes[LANES] = {0};
-    for (size_t i = 0; i < READ_BYTES / sizeof *r->words; i += LANES)
-        for (size_t lane = 0; lane < LANES; lane++)
-            lanes[lane] += r->words[i + lane];
-    r->sum = 0;
-    for (size_t lane = 0; lane < LANES; lane++)
-        r->sum += lanes[lane];
+    uint64_t a = 0, b = 0, c = 0, d = 0;
+    for (size_t part = 0; part < PARTS; part++) {
+        const uint64_t *p = r->words + part * 4 * EACH;
+        for (size_t i = 0; i + 2 <= EACH; i += 2) {
+            a += p[i] ^ p[i + 1];
+            b += p[EACH + i] ^ p[EACH + i + 1];
+            c += p[2 * EACH + i] ^ p[2 * EACH + i + 1];
+            d += p[3 * EACH + i] ^ p[3 * EACH + i + 1];
+        }
+    }
+    r->sum = a + b + c + d;
     return NULL;
 }
 
@@ -54,8 +61,10 @@ int main(int argc, char **argv) {
         return 2;
     }
     reader readers[THREADS_MAX];
-    uint64_t *words = malloc(count * READ_BYTES);
+    const size_t bytes = (count * READ_BYTES + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    uint64_t *words = aligned_alloc(HUGE_PAGE, bytes);
     if (!words) return 1;
+    (void)madvise(words, bytes, MADV_HUGEPAGE); /* as the backend's weights */
     memset(words, 1, count * READ_BYTES);
     for (size_t i = 0; i < count; i++)
         readers[i] = (reader){.words = words + i * (READ_BYTES / sizeof *words)};
