@@ -168,13 +168,13 @@ bool bd_head_check(bd_request *request, const char *method, uint64_t declared_by
         MHD_lookup_connection_value(request->connection, MHD_HEADER_KIND, "Authorization");
     if (!route->open && !bd_key_check(server, admin, header, &request->tenant))
         return bd_api_fail(err, BD_API_KEY, NULL, "Incorrect API key provided or no key given.");
-    if (route->id != BD_ROUTE_HEALTH && !request->shard->admin &&
-        atomic_load(&server->connection_count) > server->options.connections_max) {
+    if (!bd_shard_admit(request->conn)) {
+        request->reply.close = true;
+        if (route->id == BD_ROUTE_HEALTH) return true;
         bd_api_fail(err, BD_API_RATE, NULL,
                     "Too many connections are open. Please try again later.");
         err->retry_after_s = 1;
         err->limit = "connections";
-        request->reply.close = true;
         return false;
     }
     if (route->needs_model && bd_health_error(server, route->new_work, err)) return false;

@@ -98,6 +98,7 @@ struct bd_http_server {
     atomic_bool workers_stop;
     _Atomic size_t upload_bytes;                /* body buffers of all requests */
     atomic_uint connection_count, active_count; /* active: requests that wait, or have waited */
+    atomic_uint admitted_count;                 /* of the connections: within connections_max */
 };
 
 struct bd_conn { /* shard's thread only */
@@ -107,6 +108,7 @@ struct bd_conn { /* shard's thread only */
     bd_request *request; /* the one being served, or NULL */
     int fd;
     uint32_t slot, generation;
+    bool admitted;        /* within connections_max; of the admin listener: always */
     bool watched;         /* in the shard's epoll */
     bool armed;           /* and its event is still to come */
     bool left;            /* the client sends no more; the library may not know yet */
@@ -265,7 +267,10 @@ bd_status bd_shard_init(bd_shard *shard, bd_http_server *server, int listen_fd, 
 bd_status bd_shard_start(bd_shard *shard, bd_error *err);
 void bd_shard_deinit(bd_shard *shard);
 void bd_shard_watch(bd_conn *conn); /* tell when the client leaves */
-void bd_shard_cut(bd_conn *conn);   /* the library closes it soon */
+/* Whether the connection is within connections_max: since it came, or because there is room by now.
+ */
+bool bd_shard_admit(bd_conn *conn);
+void bd_shard_cut(bd_conn *conn); /* the library closes it soon */
 void bd_shard_park(bd_request *request);
 void bd_shard_submitted(bd_shard *shard); /* bd-sched is woken for it before this turn ends */
 

@@ -97,6 +97,14 @@ static enum MHD_Result on_accept(void *cls, const struct sockaddr *address, sock
     return MHD_NO;
 }
 
+bool bd_shard_admit(bd_conn *conn) {
+    bd_http_server *server = conn->shard->server;
+    unsigned count = atomic_load(&server->admitted_count);
+    while (!conn->admitted && count < server->options.connections_max)
+        conn->admitted = atomic_compare_exchange_weak(&server->admitted_count, &count, count + 1);
+    return conn->admitted;
+}
+
 static void open_conn(bd_shard *shard, struct MHD_Connection *connection, void **socket_context) {
     const union MHD_ConnectionInfo *info =
         MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
@@ -110,9 +118,9 @@ static void open_conn(bd_shard *shard, struct MHD_Connection *connection, void *
     conn->connection = connection;
     conn->fd = info->connect_fd;
     uint32_t seconds = shard->server->options.header_seconds;
-    if (!shard->admin && atomic_fetch_add(&shard->server->connection_count, 1) >=
-                             shard->server->options.connections_max)
-        seconds = seconds < EXCESS_SECONDS ? seconds : EXCESS_SECONDS;
+    conn->admitted = shard->admin;
+    if (!shard->admin) atomic_fetch_add(&shard->server->connection_count, 1);
+    if (!bd_shard_admit(conn)) seconds = seconds < EXCESS_SECONDS ? seconds : EXCESS_SECONDS;
     conn->deadline_us = bd_now_us() + (uint64_t)seconds * 1000000u;
     conn->next = shard->conns;
     if (conn->next) conn->next->previous = conn;
@@ -133,7 +141,10 @@ static void close_conn(bd_shard *shard, bd_conn *conn) {
         shard->conns = conn->next;
     if (conn->next) conn->next->previous = conn->previous;
     shard->conn_count--;
-    if (!shard->admin) atomic_fetch_sub(&shard->server->connection_count, 1);
+    if (!shard->admin) {
+        atomic_fetch_sub(&shard->server->connection_count, 1);
+        if (conn->admitted) atomic_fetch_sub(&shard->server->admitted_count, 1);
+    }
     free(conn);
 }
 

@@ -1,6 +1,7 @@
 """Many streams at once over every variant: complete, in order, equal to the answers that were not streamed; threads and memory
 do not grow with connections or with time. Nothing is timed."""
 
+import contextlib
 import selectors
 import socket
 import subprocess
@@ -122,6 +123,43 @@ def test_connection_limit(launch):
     for raw in held:
         raw.close()
     eventually(lambda: server.get("/v1/models").status_code == 200, what="room again")
+
+
+def test_who_came_first_is_served(launch):
+    """Connections beyond the limit are refused, not those that were there before them; /health is answered and closes; a refused client
+    that asks again when there is room is served."""
+    server = launch("--max-connections", "4")
+
+    def ask(raw, target="/v1/models"):
+        raw.sendall(request("GET", target))
+        return raw.recv(65536)
+
+    def dial():
+        return socket.create_connection(("127.0.0.1", server.port), timeout=20)
+
+    server.session.close()
+    eventually(lambda: admin_metric(server, "bd_http_connections") == 0, what="no connection")
+    first = [dial() for _ in range(4)]
+    assert all(ask(raw).startswith(b"HTTP/1.1 200") for raw in first)
+    late = [dial() for _ in range(3)]  # silent: closed in two seconds
+    assert all(ask(raw).startswith(b"HTTP/1.1 200") for raw in first)
+    health = ask(dial(), "/health")
+    assert health.startswith(b"HTTP/1.1 200") and b"connection: close" in health.lower()
+    assert ask(dial()).startswith(b"HTTP/1.1 429")
+    assert all(ask(raw).startswith(b"HTTP/1.1 200") for raw in first)
+    for attempt in range(10):  # one that came too late has a place when others have gone, if that is within the two seconds
+        waiting, held = dial(), len(first)
+        eventually(lambda: admin_metric(server, "bd_http_connections") > held, what="one more connection")
+        first.pop().close()
+        eventually(lambda: admin_metric(server, "bd_http_connections") <= held, what="one connection less")
+        with contextlib.suppress(ConnectionError):
+            if answer := ask(waiting):
+                break
+        first.append(dial())
+        assert ask(first[-1]).startswith(b"HTTP/1.1 200")
+    assert answer.startswith(b"HTTP/1.1 200")
+    for raw in first + late:
+        raw.close()
 
 
 def admin_metric(server, name, **labels):
