@@ -16,9 +16,8 @@ static const command_row k_commands[BD_COMMAND_COUNT] = {
         {.name = "compress",
          .summary = "write the 1-bit delta between a fine-tuned model and its base",
          .usage = "bitdelta compress --base DIR --finetuned DIR --out DIR [options]",
-         .example =
-             "bitdelta compress --base demo/zen-mini --finetuned demo/finetuned/zen-mini-coder "
-             "--out zen-mini-coder"},
+         .example = "tests/data/unpack.sh && bitdelta compress --base demo/zen-mini "
+                    "--finetuned demo/finetuned/zen-mini-coder --out zen-mini-coder"},
     [BD_COMMAND_INSPECT] =
         {.name = "inspect",
          .summary = "describe a model, a delta or a safetensors file, and check its sums",
@@ -68,7 +67,8 @@ static const command_row k_commands[BD_COMMAND_COUNT] = {
                     "the old delta are checked first; the other files of its directory are "
                     "copied. --out appears whole or not at all; with --force it may be the old "
                     "delta itself.",
-         .example = "bitdelta reshard --delta zen-mini-coder-8 --out zen-mini-coder --shards 1"},
+         .example = "bitdelta reshard --delta demo/deltas/zen-mini-coder --base demo/zen-mini "
+                    "--out zen-mini-coder-2 --shards 2"},
     [BD_COMMAND_VERSION] = {.name = "version",
                             .summary = "print the version",
                             .usage = "bitdelta version",

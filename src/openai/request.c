@@ -272,6 +272,10 @@ static const bd_field shared_fields[] = {
     {.name = "bad_words", .kind = BD_FIELD_REFUSED},
     {.name = "response_format", .kind = BD_FIELD_REFUSED},
     {.name = "structured_outputs", .kind = BD_FIELD_REFUSED},
+    {.name = "guided_json", .kind = BD_FIELD_REFUSED},
+    {.name = "guided_regex", .kind = BD_FIELD_REFUSED},
+    {.name = "guided_choice", .kind = BD_FIELD_REFUSED},
+    {.name = "guided_grammar", .kind = BD_FIELD_REFUSED},
 };
 
 #undef AT

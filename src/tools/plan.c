@@ -106,6 +106,9 @@ static void write_text(const planned *p, bd_strbuf *b) {
     if (p->options.rank_count > 1)
         bd_strbuf_printf(b, "%-14s %12.1f  at most: the last may have less of the vocabulary\n",
                          "all ranks", mib(m->total * p->options.rank_count));
+    if (m->kept)
+        bd_strbuf_printf(b, "%-14s %12.1f  of the device, for its context and recordings\n", "kept",
+                         mib(m->kept));
     if (m->available) {
         bd_strbuf_printf(b, "%-14s %12.1f\n", "available", mib(m->available));
         bd_strbuf_printf(b, "%-14s %12.1f\n", "remains", mib(m->available) - mib(m->total));
@@ -133,6 +136,7 @@ static void write_json(const planned *p, bd_strbuf *b) {
         {"kv_bytes", m->kv},
         {"total_bytes", m->total},
         {"all_ranks_bytes", m->total * (p->options.rank_count ? p->options.rank_count : 1)},
+        {"kept_bytes", m->kept},
         {"available_bytes", m->available},
         {"page_bytes", p->page_bytes},
         {"tensor_parallel", p->options.rank_count ? p->options.rank_count : 1},

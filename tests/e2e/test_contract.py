@@ -76,7 +76,7 @@ NULLS = ["model", "max_tokens", "n", "best_of", "echo", "logprobs", "temperature
          "stop", "stream", "stream_options", "suffix", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "top_k", "min_p",
          "repetition_penalty", "ignore_eos", "min_tokens", "stop_token_ids", "skip_special_tokens", "add_special_tokens", "include_stop_str_in_output",
          "return_token_ids", "return_tokens_as_token_ids", "prompt_logprobs", "priority", "truncate_prompt_tokens", "allowed_token_ids", "bad_words",
-         "response_format", "structured_outputs", "tools"]
+         "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "tools"]
 
 
 def test_null_is_absent(server):
@@ -143,6 +143,7 @@ def test_wrong_stops_and_biases(server):
 
 def test_unsupported_fields(server):
     for field, values in {"truncate_prompt_tokens": [5], "allowed_token_ids": [[5]], "bad_words": [["x"]], "structured_outputs": [{"regex": "a"}],
+                          "guided_json": [{"type": "object"}], "guided_regex": ["a"], "guided_choice": [["a", "b"]], "guided_grammar": ["root ::= a"],
                           "response_format": [{"type": "json_object"}, {"type": "text", "strict": True}, "json"], "tools": [[{"type": "function"}]]}.items():
         for value in values:
             error_of(server.post("/v1/completions", {"prompt": "x", field: value}), 400, "unsupported_parameter", field)

@@ -70,6 +70,7 @@ typedef enum bd_group { BD_GROUP_QKV, BD_GROUP_O, BD_GROUP_GATE_UP, BD_GROUP_DOW
 
 typedef struct bd_memory_plan { /* bytes on the device */
     uint64_t weights, workspace, kv, logits, deltas, total, available;
+    uint64_t kept;      /* of the device's, not in available: for what no plan counts */
     uint32_t kv_blocks; /* that the engine may use; filled by the model */
 } bd_memory_plan;
 

@@ -166,6 +166,7 @@ bd_status cuda_plan(const bd_backend_options *o, bd_memory_plan *plan, bd_error 
     size_t available = 0, all = 0;
     const uint64_t kept = cuda_unplanned_bytes(o), none = kept + CUDA_CONTEXT_BYTES;
     /* Nothing left is not the 0 of "unknown". */
+    plan->kept = o->device_bytes ? none : kept;
     plan->available = o->device_bytes > none ? o->device_bytes - none : o->device_bytes ? 1 : 0;
     if (o->device_bytes) return BD_OK;
     if (cudaSetDevice((int)o->device_index) == cudaSuccess &&
