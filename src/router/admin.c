@@ -95,14 +95,8 @@ static void add_loading(const bd_router *router, uint64_t now_us, bd_error *err)
 
 static bd_status order_load(bd_router *router, bd_variant *variant, uint64_t now_us,
                             bd_error *err) {
+    bd_status status = bd_cache_prefetch(router->options.cache, variant, now_us, err);
     bd_variant_info info;
-    bd_status status = BD_OK;
-    bd_cache_info(router->options.cache, variant, now_us, &info);
-    /* An order does not wait until a failed load would be tried again: the files may be whole by
-     * now. */
-    if (info.state == BD_VARIANT_FAILED)
-        status = bd_cache_unload(router->options.cache, variant, err);
-    if (status == BD_OK) status = bd_cache_prefetch(router->options.cache, variant, now_us, err);
     if (status != BD_BUSY || !err) return status;
     bd_cache_info(router->options.cache, variant, now_us, &info);
     if (info.state == BD_VARIANT_ABSENT) add_loading(router, now_us, err);

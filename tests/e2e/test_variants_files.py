@@ -192,17 +192,3 @@ def test_no_kv_of_other_frequencies(launch, folder, how):
     hits = kept_tokens()
     assert answer(server) == answers[5_000.0] and kept_tokens() > hits
     assert variants(server)[C]["state"] == "ready"
-
-
-def test_an_order_tries_at_once(launch, folder):
-    """A shard that was damaged and is whole again: requests wait for the next try of their own accord, an order to load does not."""
-    shard = folder / "shard-00-of-01.safetensors"
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:500_000])
-    server = launch(deltas=folder.parent)
-    body = golden_body(C, goldens(C)[0][0], 2)
-    eventually(lambda: int(server.post("/v1/completions", body).headers.get("retry-after", 0)) >= 4, 30, what="a long wait for the next try")
-    shard.write_bytes(whole)
-    answer = requests.post(f"{server.admin_url}/admin/variants/{C}/load", timeout=20)
-    assert answer.status_code in (200, 202), answer.text
-    eventually(lambda: server.post("/v1/completions", body).status_code == 200, what="an answer")
