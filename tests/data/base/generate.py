@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Expectations of the base unit tests, made with Python's own json, repr and UTF-8 decoder.
 
-Writes beside itself:
+Writes beside itself, each also as the .xz that is kept (`../unpack.sh` unpacks them):
   json_cases.txt    "<nodes, or -1 when refused> <document in hex>"
   json_strings.txt  "<bytes in hex> <their JSON string in hex>"
   numbers.txt       "d|f <bits in hex> <shortest decimal>"
 Run it again after a change; the seed is fixed, so the files change only with the script.
 """
 import json
+import lzma
 import math
 import pathlib
 import random
@@ -126,6 +127,11 @@ def shortest_float(bits):
     raise AssertionError(bits)
 
 
+def write(name, text):
+    (HERE / name).write_text(text)
+    (HERE / f"{name}.xz").write_bytes(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
+
+
 def main():
     cases = []
     for _ in range(250):
@@ -133,14 +139,14 @@ def main():
         cases.append(document if RNG.random() < 0.97 else b"\xef\xbb\xbf" + document)
     cases += [mutate(RNG.choice(cases)) for _ in range(900)]
     cases = [case for case in cases if len(case) < 300]
-    (HERE / "json_cases.txt").write_text("".join(f"{strict(case)} {case.hex()}\n" for case in cases if case))
+    write("json_cases.txt", "".join(f"{strict(case)} {case.hex()}\n" for case in cases if case))
 
     lines = []
     for _ in range(400):
         data = random_bytes()
         text = json.dumps(data.decode("utf-8", "replace"), ensure_ascii=False)
         lines.append(f"{data.hex()} {text.encode('utf-8').hex()}\n")
-    (HERE / "json_strings.txt").write_text("".join(lines))
+    write("json_strings.txt", "".join(lines))
 
     lines = []
     doubles = [struct.unpack("<d", RNG.randbytes(8))[0] for _ in range(300)]
@@ -156,7 +162,7 @@ def main():
     for bits in patterns:
         if 0 < bits < 0x7F800000:
             lines.append(f"f {bits:08x} {shortest_float(bits)}\n")
-    (HERE / "numbers.txt").write_text("".join(lines))
+    write("numbers.txt", "".join(lines))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Writes config_cases.json: config.json files of all families, in both forms and with fields left out at random, and
-what transformers 5 makes of each. Needs transformers (no torch).
+what transformers 5 makes of each. Needs transformers (no torch). What is kept is config_cases.json.xz (`xz -9e`).
 
     make_config_cases.py [COUNT [SEED]]
 """
