@@ -21,6 +21,9 @@
 #   comm           2     how fast the ranks' sums of a decode step are beside NCCL's; with one GPU it is skipped
 #   model_ranks    3     whole steps of models of 8B size, on one GPU and on two, and of 70B size on two: what the sums of the ranks
 #                        take of a step, by NCCL too, and the memory beside the plan's; with one GPU the first alone
+#   split          2     8B shape from files on two GPUs, on one and in float32 on the CPU: how far apart the logits are
+#   split_files    3     16 layers of the 70B shape from files on two GPUs: memory beside the plan's, cold loads beside raw reads of
+#                        the same files, what loads cost others, logits beside one GPU's; with one GPU it and split are skipped
 #   serving_ranks  2     a server split over two GPUs beside one GPU and the goldens: tokens of all variants, shards that are missing, ends
 #
 # Environment: BUILD (default build; a build with BD_CUDA=on and BD_BENCH=on), OUT (default bench/results/gpu-<name>), COMMIT
@@ -36,13 +39,13 @@
 #   4.  tests/data/unpack.sh && bench/gpu.sh linear goldens attention, for tables to be kept
 # and with two GPUs or more (tests/gpu/test_gpu_tp.c says what is looked at):
 #   1.  tests/data/unpack.sh && bench/gpu.sh unpack gpu.tar.xz && bench/gpu.sh ranks comm
-#   2.  bench/gpu.sh model_ranks
-#   3.  bench/gpu.sh serving_ranks
+#   2.  bench/gpu.sh model_ranks split
+#   3.  bench/gpu.sh split_files serving_ranks
 set -u
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build}
-stages=(tests sanitizers choices linear model serving goldens attention torch ncu loads ranks comm model_ranks serving_ranks)
-programs=(bitdelta bench_gpu_linear bench_gpu_model bench_gpu_attention bench_gpu_comm bench_gpu_loads)
+stages=(tests sanitizers choices linear model serving goldens attention torch ncu loads ranks comm model_ranks split split_files serving_ranks)
+programs=(bitdelta bench_gpu_linear bench_gpu_model bench_gpu_attention bench_gpu_comm bench_gpu_loads bench_gpu_split)
 
 if [[ ${1:-} == pack ]]; then
     folder=$(mktemp -d) && mkdir "$folder/tests" || exit 1
@@ -140,14 +143,14 @@ stage_model() {
     steps model.csv
 }
 # steps CSV: a line a step: model/GPUs, what, batch, context, variants: us, tokens/s; of several GPUs how much faster than one, all
-# sums by NCCL, without sums, their share
+# sums by NCCL, what the sums take of a step
 steps() {
     while read -r line; do say "    $line"; done < <(awk -F, '$1 == "decode" || $1 == "sampled" || $1 == "prefill" {
         key = $1 FS $2 FS $3 FS $5 FS $6 FS $7
         if ($4 == 1 && !(key in one)) one[key] = $8
         printf "%s/%s %s %s b%s c%s v%s: %s us %d/s", $2, $4, $3, substr($1, 1, 3), $5, $6, $7, $8, $9
         if ($4 > 1 && key in one) printf " x%.2f", one[key] / $8
-        if ($12 > 0) printf " nccl %s none %s %.1f%%", $11, $12, 100 * $13
+        if ($12 > 0) printf " nccl %s sums %.1f%%", $11, 100 * $13
         print "" }' "$out/$1" | cut -c1-110 | head -n 72)
 }
 stage_serving() {
@@ -219,6 +222,19 @@ stage_model_ranks() {
     steps model_ranks.csv
     while read -r line; do say "    $line"; done < <(grep -a '^# rank 0' "$out/model_ranks.csv" | sed 's/, of which.*//' | cut -c1-200)
 }
+# About 18 GB and 44 GB on a disk, of which $TMPDIR says where; SPLIT="--cached 0": the base past the page cache.
+run_split() { # FILE SECONDS ARGUMENTS...
+    local disk file=$1 limit=$2
+    shift 2
+    find_nccl
+    disk=$(mktemp -d)
+    keep "$file.csv" "$limit" "$build/bench_gpu_split" "${@:1:2}" cuda "$disk" "${@:3}" ${SPLIT:---cached 1}
+    rm -rf "$disk"
+    while read -r line; do say "    $line"; done < <(grep -avE '^(# one|load,|hot,|same,pair)' "$out/$file.csv" | cut -c1-230 | tail -n 30
+        grep -av '^t=' "$out/$file.log" | cut -c1-160 | tail -n 12)
+}
+stage_split() { run_split split 120 8b 32 --deltas 2 --float32 1; }
+stage_split_files() { run_split split_files 170 70b 16 --loads 1; }
 stage_serving_ranks() {
     find_nccl
     if (($(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l) < 2)); then say "  skipped: one GPU"; return; fi

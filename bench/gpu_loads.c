@@ -11,7 +11,6 @@
  * and 2 of a gigabyte. Rounds alternate between the lanes, since disks and hosts shared with others
  * vary by the minute, and each lane begins in turn. CSV: lane,round,mb,seconds,gb_per_s, then
  * hot,round,what,steps,p50_us,p99_us,loads. The ratios that count go to stderr. */
-#include <liburing.h>
 #include <math.h>
 #include <sys/mman.h>
 
@@ -19,11 +18,10 @@
 
 #include "../tests/gpu/gpu_files.h"
 #include "bitdelta/base/half.h"
-#include "cache/cache_internal.h"
-#include "stream_lab.h"
+#include "hot_lab.h"
+#include "raw_read.h"
 
-enum { ROUNDS_MAX = 50, DISK_DELTAS = 4, MEMORY_DELTAS = 2, HOT = 8, GAPS_MAX = 1 << 16 };
-enum { BLOCK_BYTES = 4 << 20, HOT_PROMPT = 256, HOT_NEW = 192 };
+enum { ROUNDS_MAX = 50, DISK_DELTAS = 4, MEMORY_DELTAS = 2, HOT = HOT_MAX, BLOCK_BYTES = 4 << 20 };
 
 typedef struct bench {
     bool large, cuda;
@@ -312,41 +310,14 @@ static double run_load_pages_uring(bench *b, uint64_t round) {
 
 static double run_read_disk(bench *b, uint64_t round) {
     const bd_delta *delta = on_disk(b, round);
-    struct io_uring ring;
-    uint8_t *to = mmap(NULL, b->depth * BLOCK_BYTES, PROT_READ | PROT_WRITE,
-                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    const struct iovec whole = {to, b->depth * BLOCK_BYTES};
-    if (to == MAP_FAILED || io_uring_queue_init((unsigned)b->depth, &ring, 0) != 0)
-        die("io_uring", "refused");
-    const bool fixed = io_uring_register_buffers(&ring, &whole, 1) == 0;
+    char path[1400];
+    snprintf(path, sizeof path, "%s/%s", delta->dir, delta->files[0].name);
+    raw_reader raw;
+    raw_read_open(&raw, b->depth);
     const uint64_t from = bd_now_us();
-    const int fd = open_file(delta, O_DIRECT);
-    uint64_t sent = 0, done = 0, free_count = b->depth, slots[1024];
-    for (uint64_t i = 0; i < b->depth; i++)
-        slots[i] = i;
-    while (done < b->bytes) {
-        for (; free_count > 0 && sent < b->bytes; sent += BLOCK_BYTES) {
-            struct io_uring_sqe *sqe = io_uring_get_sqe(&ring);
-            const uint64_t slot = slots[--free_count];
-            if (fixed)
-                io_uring_prep_read_fixed(sqe, fd, to + slot * BLOCK_BYTES, BLOCK_BYTES, sent, 0);
-            else
-                io_uring_prep_read(sqe, fd, to + slot * BLOCK_BYTES, BLOCK_BYTES, sent);
-            io_uring_sqe_set_data64(sqe, slot);
-        }
-        io_uring_submit_and_wait(&ring, 1);
-        struct io_uring_cqe *cqe;
-        while (io_uring_peek_cqe(&ring, &cqe) == 0) {
-            if (cqe->res <= 0) die("read", strerror(-cqe->res));
-            done += (uint64_t)cqe->res;
-            slots[free_count++] = io_uring_cqe_get_data64(cqe);
-            io_uring_cqe_seen(&ring, cqe);
-        }
-    }
+    raw_read(&raw, path, b->bytes);
     const double seconds = (double)(bd_now_us() - from) * 1e-6;
-    close(fd);
-    io_uring_queue_exit(&ring);
-    munmap(to, b->depth * BLOCK_BYTES);
+    raw_read_close(&raw);
     return seconds;
 }
 
@@ -365,16 +336,10 @@ typedef struct lane {
     double speed[ROUNDS_MAX]; /* bytes per second */
 } lane;
 
-static int by_value(const void *a, const void *b) {
-    const double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
 static double median(const double *values, uint64_t count) {
     double sorted[ROUNDS_MAX];
     memcpy(sorted, values, count * sizeof *values);
-    qsort(sorted, count, sizeof *sorted, by_value);
-    return count % 2 ? sorted[count / 2] : (sorted[count / 2 - 1] + sorted[count / 2]) / 2;
+    return hot_median(sorted, count);
 }
 
 /* The smaller of two limits, if there are two. */
@@ -385,7 +350,7 @@ static void show_ratio(const char *what, const lane *got, const lane *limit, con
         const double most = other ? fmin(limit->speed[i], other->speed[i]) : limit->speed[i];
         ratios[i] = got->speed[i] / most;
     }
-    qsort(ratios, rounds, sizeof *ratios, by_value);
+    qsort(ratios, rounds, sizeof *ratios, hot_by_value);
     fprintf(stderr, "%-46s %.3f (%.3f to %.3f)\n", what, median(ratios, rounds), ratios[0],
             ratios[rounds - 1]);
 }
@@ -427,17 +392,6 @@ static void run_lanes(bench *b) {
 
 /* ---- What hot variants feel ---- */
 
-typedef struct gaps {
-    double us[GAPS_MAX];
-    uint32_t count;
-} gaps;
-
-static double at_share(gaps *g, double share) {
-    qsort(g->us, g->count, sizeof *g->us, by_value);
-    const uint32_t at = (uint32_t)(share * g->count);
-    return g->count ? g->us[at < g->count ? at : g->count - 1] : 0;
-}
-
 static void run_host_total(bd_call *call, bd_engine *engine) {
     lab_call *c = (lab_call *)(void *)call;
     (void)engine;
@@ -452,150 +406,29 @@ static uint64_t host_total(lab *l) {
     return c.info.host_bytes;
 }
 
-/* A lab over the bench's model, as lab_open_base makes one. */
-static void open_lab(bench *b, lab *l, uint64_t host_bytes) {
-    bd_error err = {0};
-    memset(l, 0, sizeof *l);
-    pthread_mutex_init(&l->lock, NULL);
-    l->metrics = bd_metrics_create(256);
-    l->model = b->model;
-    l->loader = open_loader(b, BD_IO_AUTO, lab_notify, l);
-    const bd_cache_options cache = {.model = l->model,
-                                    .loader = l->loader,
-                                    .page_count = bd_model_page_count(l->model),
-                                    .retry_after_us = 1,
-                                    .host_bytes = host_bytes,
-                                    .metrics = l->metrics};
-    MUST(bd_cache_create(&cache, &l->cache, &err));
-    for (uint32_t i = 0; i <= HOT; i++) {
-        bd_delta delta;
-        MUST(bd_delta_open(in_memory(b, i)->dir, &delta, &err));
-        MUST(bd_cache_register(l->cache, &delta, false, &l->variants[l->variant_count++], &err));
-    }
-    const bd_engine_options options = {
-        .model = l->model,
-        .cache = l->cache,
-        .rows_max = 1024,
-        .seqs_max = 16,
-        .variants_per_step_max = HOT,
-        .logits_rows_max = 16,
-        .decode_delta = true,
-        .metrics = l->metrics,
-        .hooks = {.ctx = l, .before_step = lab_before_step, .next_wake_us = lab_next_wake}};
-    bd_engine *engine;
-    MUST(bd_engine_create(&options, &engine, &err));
-    pthread_mutex_lock(&l->lock);
-    l->engine = engine;
-    pthread_mutex_unlock(&l->lock);
-    MUST(bd_engine_start(l->engine, &err));
-    const uint64_t until = bd_now_us() + 60000000;
-    while (host_bytes > 0 && host_total(l) < host_bytes - (1u << 20)) {
-        if (bd_now_us() > until) die("host memory", "does not come");
-        lab_sleep_us(1000);
-    }
-}
-
-static void close_lab(lab *l) {
-    bd_engine *engine = l->engine;
-    bd_engine_stop(engine);
-    pthread_mutex_lock(&l->lock);
-    l->engine = NULL;
-    pthread_mutex_unlock(&l->lock);
-    bd_engine_destroy(engine);
-    bd_cache_destroy(l->cache);
-    bd_loader_destroy(l->loader);
-    bd_metrics_destroy(l->metrics);
-    pthread_mutex_destroy(&l->lock);
-}
-
-static void run_prefetch(bd_call *call, bd_engine *engine) {
-    lab_call *c = (lab_call *)(void *)call;
-    bd_error err = {0};
-    (void)engine;
-    c->status =
-        bd_cache_prefetch(c->owner->cache, c->owner->variants[c->variant], bd_now_us(), &err);
-    atomic_store(&c->done, true);
-}
-
-/* Variant HOT comes in once and goes. */
-static void load_once(lab *l) {
-    lab_call c = {.variant = HOT};
-    lab_run(l, &c, run_prefetch);
-    for (;;) {
-        const bd_variant_info info = lab_info(l, HOT);
-        if (info.failure) die(info.failure->subject, info.failure->message);
-        if (info.state == BD_VARIANT_READY) break;
-        lab_sleep_us(1000);
-    }
-    lab_make_cold(l, HOT);
-}
-
-static bool all_over(const lab_request *hot) {
-    for (uint32_t i = 0; i < HOT; i++)
-        if (!atomic_load(&hot[i].done)) return false;
-    return true;
-}
-
-/* Times between tokens while all decode and, if `loads`, variant HOT comes and goes. */
-static uint32_t hot_round(lab *l, bool loads, gaps *to) {
-    static lab_request hot[HOT];
-    uint32_t loaded = 0;
-    for (uint32_t i = 0; i < HOT; i++)
-        lab_submit(l, &hot[i], (int32_t)i, HOT_PROMPT, HOT_NEW, i);
-    for (uint32_t i = 0; i < HOT; i++)
-        while (atomic_load(&hot[i].count) < 2 && !atomic_load(&hot[i].done))
-            lab_sleep_us(500);
-    const uint64_t from = bd_now_us();
-    for (; loads && !all_over(hot); loaded++)
-        load_once(l);
-    uint64_t until = UINT64_MAX;
-    for (uint32_t i = 0; i < HOT; i++) {
-        lab_wait(&hot[i]);
-        if (hot[i].finish != BD_FINISH_LENGTH) die("hot variant", hot[i].error.message);
-        if (hot[i].at_us[HOT_NEW - 1] < until) until = hot[i].at_us[HOT_NEW - 1];
-    }
-    to->count = 0;
-    for (uint32_t i = 0; i < HOT; i++)
-        for (uint32_t t = 1; t < HOT_NEW; t++)
-            if (hot[i].at_us[t - 1] >= from && hot[i].at_us[t] <= until && to->count < GAPS_MAX)
-                to->us[to->count++] = (double)(hot[i].at_us[t] - hot[i].at_us[t - 1]);
-    return loaded;
-}
-
 static void hot_variants(bench *b, const char *what, uint64_t host_bytes) {
-    static lab l;
-    static gaps one, all[2];
-    double ratios[ROUNDS_MAX], p99[2];
-    uint32_t loads = 0;
-    open_lab(b, &l, host_bytes);
-    if (host_bytes) load_once(&l); /* the only one whose copy fits, since it comes first */
-    (void)hot_round(&l, false, &one);
-    all[0].count = all[1].count = 0;
+    static hot_lab h = {.hot = HOT, .cold = 1};
+    const char *dirs[HOT + 1];
+    const bd_loader_options loader = {
+        .model = b->model, .read_threads = (uint32_t)b->threads, .depth = (uint32_t)b->depth};
+    for (uint32_t i = 0; i <= HOT; i++)
+        dirs[i] = in_memory(b, i)->dir;
+    hot_open(&h, loader, dirs, host_bytes);
     const uint64_t from = bd_now_us();
-    for (uint64_t round = 0; round < b->hot_rounds; round++) {
-        for (uint32_t i = 0; i < 2; i++) {
-            const uint32_t with = (i + (uint32_t)round) % 2;
-            const uint32_t loaded = hot_round(&l, with, &one);
-            loads += loaded;
-            memcpy(all[with].us + all[with].count, one.us, one.count * sizeof one.us[0]);
-            all[with].count += one.count;
-            const double p50 = at_share(&one, 0.5);
-            p99[with] = at_share(&one, 0.99);
-            printf("hot,%" PRIu64 ",%s,%u,%.0f,%.0f,%u\n", round, with ? what : "nothing loads",
-                   one.count, p50, p99[with], loaded);
-            fflush(stdout);
-        }
-        ratios[round] = p99[1] / p99[0];
+    while (host_bytes > 0 && host_total(&h.l) < host_bytes - (1u << 20)) {
+        if (bd_now_us() > from + 60000000) die("host memory", "does not come");
+        lab_sleep_us(1000);
     }
+    if (host_bytes) hot_load_once(&h, HOT); /* the only one whose copy fits, since it comes first */
+    const uint64_t begin = bd_now_us();
+    const hot_result r = hot_rounds(&h, what, b->hot_rounds);
     fprintf(stderr,
             "%s: %u loads, host hits %.0f, %.1f s; between tokens P50 %.0f -> %.0f us, P99 %.0f -> "
             "%.0f us, ratio %.3f; median of %" PRIu64 " rounds' ratios %.3f\n",
-            what, loads, host_bytes ? bd_metric_value(l.cache->metric_host_hits) : 0,
-            (double)(bd_now_us() - from) * 1e-6, at_share(&all[0], 0.5), at_share(&all[1], 0.5),
-            at_share(&all[0], 0.99), at_share(&all[1], 0.99),
-            at_share(&all[1], 0.99) / at_share(&all[0], 0.99), b->hot_rounds,
-            median(ratios, b->hot_rounds));
-    close_lab(&l);
+            what, r.loads, host_bytes ? bd_metric_value(h.l.cache->metric_host_hits) : 0,
+            (double)(bd_now_us() - begin) * 1e-6, r.p50_us[0], r.p50_us[1], r.p99_us[0],
+            r.p99_us[1], r.p99_us[1] / r.p99_us[0], b->hot_rounds, r.p99_ratio);
+    hot_close(&h);
 }
 
 /* ---- Main ---- */

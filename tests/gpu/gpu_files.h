@@ -171,9 +171,8 @@ static inline void gpu_files_bf16(gpu_files_out *o, uint64_t count, bool vector,
     }
 }
 
-/* DIR/config.json and DIR/model.safetensors. */
-static inline void gpu_files_base(const char *dir, const gpu_files_shape *s, bool sparse, uint64_t seed) {
-    static gpu_files_list list;
+/* DIR and DIR/config.json. */
+static inline void gpu_files_config(const char *dir, const gpu_files_shape *s) {
     char path[1200];
     if (mkdir(dir, 0700) != 0 && errno != EEXIST) gpu_files_die(dir);
     snprintf(path, sizeof path, "%s/config.json", dir);
@@ -185,6 +184,13 @@ static inline void gpu_files_base(const char *dir, const gpu_files_shape *s, boo
             "\"tie_word_embeddings\":%s,\"hidden_act\":\"silu\",\"torch_dtype\":\"bfloat16\"}\n",
             s->hidden, s->head_dim, s->ffn, s->heads, s->kv_heads, s->layers, s->vocab, s->tied ? "true" : "false");
     if (fclose(config) != 0) gpu_files_die(path);
+}
+
+/* DIR/config.json and DIR/model.safetensors. */
+static inline void gpu_files_base(const char *dir, const gpu_files_shape *s, bool sparse, uint64_t seed) {
+    static gpu_files_list list;
+    char path[1200];
+    gpu_files_config(dir, s);
     gpu_files_weights(s, &list);
     for (uint32_t i = 0; i < list.count; i++) {
         gpu_files_tensor *t = &list.at[i];
