@@ -10,6 +10,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 #include <xxhash.h>
+#ifdef BD_XXH_DISPATCH
+#include <xxh_x86dispatch.h> /* the same functions under the same names */
+#endif
 
 #include "bitdelta/base/file.h"
 #include "bitdelta/delta/delta.h"
