@@ -173,9 +173,9 @@ void bd_reference_write(bd_strbuf *out) {
         out,
         "# Command reference\n\n"
         "Written by `bitdelta help --reference` from the table that the program parses with.\n\n"
-        "Flags are written `--flag VALUE` or `--flag=VALUE`; the last one wins, except that "
-        "repeatable ones\n"
-        "gather. Order of precedence: flags, environment, configuration file, defaults. A list "
+        "Flags are written `--flag VALUE` or `--flag=VALUE`, each once; repeatable ones "
+        "gather.\n"
+        "Order of precedence: flags, environment, configuration file, defaults. A list "
         "given by flags\n"
         "replaces the file's. Sizes take KiB, MiB, GiB or TiB.\n\n"
         "Exit status: 0 done, 1 the input or environment is at fault, 2 wrong usage, 3 an internal "

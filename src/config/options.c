@@ -46,8 +46,19 @@ static bool find_command(const char *name, bd_command *command) {
 
 /* --- splitting --- */
 
-static void keep(parser *p, const option_row *row, const char *text) {
+static bool is_given(const parser *p, const option_row *row) {
+    for (size_t i = 0; i < p->given_count; i++)
+        if (p->givens[i].row == row) return true;
+    return false;
+}
+
+/* Only lists gather what is given again: of two values for one thing neither is the surely meant.
+ */
+static bd_status keep(parser *p, const option_row *row, const char *text, const char *subject) {
+    bool list = row->type == OPTION_STRINGS || row->type == OPTION_VARIANTS;
+    if (!list && is_given(p, row)) return fail_usage(p, subject, "given twice");
     p->givens[p->given_count++] = (given){.row = row, .text = text};
+    return BD_OK;
 }
 
 /* args[*index] starts with "--"; takes the next argument too where that is the value. */
@@ -63,42 +74,36 @@ static bd_status split_flag(parser *p, int *index) {
                  bd_command_name(p->out->command));
         return fail_usage(p, subject, what);
     }
-    if (flag[len] == '=') {
-        keep(p, row, flag + len + 1);
-    } else if (row->type == OPTION_SWITCH) {
-        keep(p, row, "true");
-    } else if (*index + 1 >= p->arg_count) {
-        return fail_usage(p, subject, "needs a value");
-    } else if (strncmp(p->args[*index + 1], "--", 2) == 0) {
-        /* Far more often a forgotten value than a value that looks like a flag. */
+    if (flag[len] == '=') return keep(p, row, flag + len + 1, subject);
+    if (row->type == OPTION_SWITCH) return keep(p, row, "true", subject);
+    if (*index + 1 >= p->arg_count) return fail_usage(p, subject, "needs a value");
+    /* Far more often a forgotten value than a value that looks like a flag. */
+    if (strncmp(p->args[*index + 1], "--", 2) == 0)
         return fail_usage(p, subject,
                           "needs a value (one that starts with -- is written --flag=VALUE)");
-    } else {
-        keep(p, row, p->args[++*index]);
-    }
-    return BD_OK;
+    return keep(p, row, p->args[++*index], subject);
 }
 
 static bd_status split_args(parser *p) {
     const option_row *positional = bd_table_positional(p->out->command);
     bool flags_end = false;
-    for (int i = 1; i < p->arg_count; i++) {
+    bd_status status = BD_OK;
+    for (int i = 1; i < p->arg_count && status == BD_OK; i++) {
         const char *arg = p->args[i];
         if (!flags_end && strcmp(arg, "--") == 0) {
             flags_end = true;
         } else if (!flags_end && arg[0] == '-' && arg[1] == '-') {
-            bd_status status = split_flag(p, &i);
-            if (status != BD_OK) return status;
+            status = split_flag(p, &i);
         } else if (!flags_end && arg[0] == '-' && arg[1]) {
-            return fail_usage(p, arg, "flags start with two dashes");
+            status = fail_usage(p, arg, "flags start with two dashes");
         } else if (!positional) {
-            return fail_usage(p, arg, "unexpected argument");
+            status = fail_usage(p, arg, "unexpected argument");
         } else {
-            keep(p, positional, arg);
+            status = keep(p, positional, arg, arg);
             positional = NULL;
         }
     }
-    return BD_OK;
+    return status;
 }
 
 /* --- sources --- */
@@ -131,8 +136,7 @@ static bd_status load_environment(parser *p) {
     return BD_OK;
 }
 
-/* The last flag wins; a list gathers its flags, and the first of them drops what file or
- * environment gave. */
+/* A list gathers its flags, and the first of them drops what file or environment gave. */
 static bd_status apply_flags(parser *p) {
     for (size_t i = 0; i < p->given_count; i++) {
         const option_row *row = p->givens[i].row;
@@ -189,53 +193,82 @@ static bool is_origin(const char *text) {
 
 enum { PREFILL_CHUNK_TOKENS = 256, HOST_BLOCK_BYTES = 256 << 10 };
 
-static bd_status check_ranks(parser *p, uint32_t ranks, const char *config_path) {
+/* A value that is wrong beside another: the flag's fault where it was given, else the file's where
+ * there is one. */
+typedef struct fault_place {
+    char subject[512], label[576], other[72];
+} fault_place;
+
+static void blame(parser *p, const char *flag, const char *other, fault_place *place) {
+    const bd_command command = p->out->command;
+    const option_row *row = bd_table_by_flag(command, flag, strlen(flag));
+    const option_row *second = other ? bd_table_by_flag(command, other, strlen(other)) : NULL;
+    BD_ASSERT(row && (!other || second));
+    const char *path = command == BD_COMMAND_SERVE ? p->out->serve.config_path : NULL;
+    const bool file = path && !is_given(p, row) && !(second && is_given(p, second));
+    p->out->wrong_usage = !file;
+    snprintf(place->other, sizeof place->other, "%s%.64s", file ? "" : "--",
+             !second ? ""
+             : file  ? second->key
+                     : other);
+    if (file) {
+        snprintf(place->subject, sizeof place->subject, "%s", path);
+        snprintf(place->label, sizeof place->label, "%.500s: %.64s", path, row->key);
+    } else {
+        snprintf(place->subject, sizeof place->subject, "--%.64s", flag);
+        snprintf(place->label, sizeof place->label, "--%.64s", flag);
+    }
+}
+
+static bd_status check_ranks(parser *p, uint32_t ranks) {
     if (ranks <= 8 && (ranks & (ranks - 1)) == 0) return BD_OK;
-    p->out->wrong_usage = !config_path;
-    return bd_fail(p->err, BD_E_ARGUMENT, config_path ? config_path : "--tensor-parallel",
-                   "tensor_parallel: the model can be split over 1, 2, 4 or 8 ranks, not %u",
-                   ranks);
+    fault_place at;
+    blame(p, "tensor-parallel", NULL, &at);
+    return bd_fail(p->err, BD_E_ARGUMENT, at.subject,
+                   "%s: the model can be split over 1, 2, 4 or 8 ranks, not %u", at.label, ranks);
+}
+
+static bd_status check_over(parser *p, const char *flag, uint32_t value, const char *other,
+                            uint32_t most, const char *why) {
+    if (value <= most) return BD_OK;
+    fault_place at;
+    blame(p, flag, other, &at);
+    return bd_fail(p->err, BD_E_ARGUMENT, at.subject, "%s (%u) is over %s (%u)%s", at.label, value,
+                   at.other, most, why);
 }
 
 static bd_status check_serve(parser *p) {
     bd_serve_options *o = &p->out->serve;
-    bd_status status = check_ranks(p, o->tensor_parallel, o->config_path);
+    fault_place at;
+    bd_status status = check_ranks(p, o->tensor_parallel);
     if (status != BD_OK) return status;
     if (o->cors_origin && !is_origin(o->cors_origin)) {
-        p->out->wrong_usage = !o->config_path;
-        return bd_fail(p->err, BD_E_ARGUMENT, o->config_path ? o->config_path : "--cors-origin",
-                       "cors_origin: \"%.128s\" is not an origin: scheme://host or "
-                       "scheme://host:port as browsers send it, or *",
-                       o->cors_origin);
+        blame(p, "cors-origin", NULL, &at);
+        return bd_fail(p->err, BD_E_ARGUMENT, at.subject,
+                       "%s: \"%.128s\" is not an origin: scheme://host or scheme://host:port as "
+                       "browsers send it, or *",
+                       at.label, o->cors_origin);
     }
     if (o->host_bytes > 0 && o->host_bytes < HOST_BLOCK_BYTES) {
-        p->out->wrong_usage = !o->config_path;
-        return bd_fail(p->err, BD_E_ARGUMENT, o->config_path ? o->config_path : "--host-bytes",
-                       "host_bytes (%llu) is less than one block of %u bytes, the least there is",
+        blame(p, "host-bytes", NULL, &at);
+        return bd_fail(p->err, BD_E_ARGUMENT, at.subject,
+                       "%s (%llu) is less than one block of %u bytes, the least there is", at.label,
                        (unsigned long long)o->host_bytes, HOST_BLOCK_BYTES);
     }
     if (o->prefill_chunk_tokens == 0)
         o->prefill_chunk_tokens =
             o->max_batch_tokens < PREFILL_CHUNK_TOKENS ? o->max_batch_tokens : PREFILL_CHUNK_TOKENS;
-    if (o->loads_in_parallel > o->read_depth) {
-        p->out->wrong_usage = !o->config_path;
-        return bd_fail(p->err, BD_E_ARGUMENT,
-                       o->config_path ? o->config_path : "--loads-in-parallel",
-                       "loads_in_parallel (%u) is over read_depth (%u): each load needs a block",
-                       o->loads_in_parallel, o->read_depth);
-    }
-    if (o->prefill_chunk_tokens > o->max_batch_tokens) {
-        p->out->wrong_usage = !o->config_path;
-        return bd_fail(p->err, BD_E_ARGUMENT,
-                       o->config_path ? o->config_path : "--prefill-chunk-tokens",
-                       "prefill_chunk_tokens (%u) is over max_batch_tokens (%u)",
-                       o->prefill_chunk_tokens, o->max_batch_tokens);
-    }
+    status = check_over(p, "loads-in-parallel", o->loads_in_parallel, "read-depth", o->read_depth,
+                        ": each load needs a block");
+    if (status == BD_OK)
+        status = check_over(p, "prefill-chunk-tokens", o->prefill_chunk_tokens, "max-batch-tokens",
+                            o->max_batch_tokens, "");
+    if (status != BD_OK) return status;
     const char *port = strrchr(o->listen, ':');
     if (strcmp(o->listen, o->admin) == 0 && strcmp(port, ":0") != 0) {
-        p->out->wrong_usage = !o->config_path;
-        return bd_fail(p->err, BD_E_ARGUMENT, o->config_path ? o->config_path : "--admin",
-                       "listen and admin are both %s", o->listen);
+        blame(p, "admin", "listen", &at);
+        return bd_fail(p->err, BD_E_ARGUMENT, at.subject, "%s and %s are both %s", at.label,
+                       at.other, o->listen);
     }
     return BD_OK;
 }
@@ -257,7 +290,7 @@ static bd_status check_reshard(parser *p) {
 
 static bd_status check_generate(parser *p) {
     const bd_generate_options *o = &p->out->generate;
-    const bd_status status = check_ranks(p, o->tensor_parallel, NULL);
+    const bd_status status = check_ranks(p, o->tensor_parallel);
     if (status != BD_OK) return status;
     if (!o->prompt && o->prompt_ids.count == 0) {
         return fail_usage(p, "--prompt", "is required, or --prompt-ids");
@@ -287,8 +320,7 @@ static bd_status check_options(parser *p) {
     if (p->out->command == BD_COMMAND_COMPRESS) return check_compress(p);
     if (p->out->command == BD_COMMAND_RESHARD) return check_reshard(p);
     if (p->out->command == BD_COMMAND_GENERATE) return check_generate(p);
-    if (p->out->command == BD_COMMAND_PLAN)
-        return check_ranks(p, p->out->plan.tensor_parallel, NULL);
+    if (p->out->command == BD_COMMAND_PLAN) return check_ranks(p, p->out->plan.tensor_parallel);
     if (p->out->command == BD_COMMAND_HELP) return check_help(p);
     return BD_OK;
 }

@@ -162,11 +162,9 @@ def events_of(data):
 
 
 def start_server(*extra, deltas="demo/deltas", environment=None, ready=True, under=()):
-    arguments = ["--base", "demo/zen-mini", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--backend", "cpu"]
-    if deltas:
-        arguments += ["--deltas", deltas]
-    if "--slots" not in extra:
-        arguments += ["--slots", "8"]
+    usual = {"--base": "demo/zen-mini", "--listen": "127.0.0.1:0", "--admin": "127.0.0.1:0", "--backend": "cpu", "--deltas": deltas, "--slots": "8"}
+    given = {word.split("=")[0] for word in extra}
+    arguments = [word for flag, value in usual.items() if value and flag not in given for word in (flag, value)]
     server = Server([*arguments, *extra], environment, under)
     return server.wait_ready() if ready else server
 

@@ -570,7 +570,7 @@ def test_refused_values_are_wrong_usage(flags, words, tmp_path):
 
 
 @pytest.mark.parametrize("flags, status, words", [
-    (["--loads-in-parallel", "100"], 2, ["--loads-in-parallel", "read_depth (8)", "try: bitdelta help serve"]),
+    (["--loads-in-parallel", "100"], 2, ["--loads-in-parallel", "--read-depth (8)", "try: bitdelta help serve"]),
     (["--nosuch"], 2, ["--nosuch", "try: bitdelta help serve"]),
     (["--chat-template", "/no/such/file"], 1, ["/no/such/file"]),
     (["--base-name", "a\"b"], 1, ["the base's name"]),

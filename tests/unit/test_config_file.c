@@ -193,7 +193,10 @@ static void test_faults(void **state) {
         {"{\"cache\": {\"slots\": 1}, \"cache\": {\"pinned_top\": 1}}", "cache: given twice"},
         {"{\"cache\": {\"slots\": 1, \"slots\": 2}}", "cache.slots: given twice"},
         {"{\"prefill_chunk_tokens\": 600, \"base\": {\"path\": \"x\"}}",
-         "prefill_chunk_tokens (600) is over"},
+         ": prefill_chunk_tokens (600) is over max_batch_tokens (512)"},
+        {"{\"loader\": {\"read_depth\": 1}, \"base\": {\"path\": \"x\"}}",
+         ": loader.loads_in_parallel (2) is over loader.read_depth (1): each"},
+        {"{\"cors_origin\": \"y\", \"base\": {\"path\": \"x\"}}", ": cors_origin: \"y\" is not an"},
     };
     for (size_t i = 0; i < sizeof k_rows / sizeof k_rows[0]; i++) {
         bd_invocation inv;
