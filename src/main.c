@@ -1,6 +1,7 @@
 /* main.c - the subcommands: options in, exit status out. The only file that ends the process.
- * Exit status: 0 done, 1 the input or environment is at fault, 2 wrong usage, 3 an internal fault.
- */
+ * Exit status: 0 done, 1 the input or environment is at fault, 2 wrong usage, 3 an internal fault;
+ * a tool that a signal stopped dies of it, after removing what it had begun. */
+#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
@@ -13,6 +14,7 @@
 #include "bitdelta/tools/inspect.h"
 #include "bitdelta/tools/plan.h"
 #include "bitdelta/tools/reshard.h"
+#include "bitdelta/tools/stop.h"
 #include "bitdelta/tools/tokenize.h"
 #include "serve.h"
 
@@ -235,6 +237,8 @@ int main(int argc, char **argv) {
     if (invocation.command != BD_COMMAND_SERVE && wrong_split(code, &err)) code = EXIT_USAGE;
     if (code != EXIT_DONE) complain(&err);
     bd_invocation_deinit(&invocation);
+    if (code != EXIT_DONE && err.status == BD_CANCELLED && bd_stop_signal() > 0)
+        (void)raise(bd_stop_signal());
     /* Output that could not be written (a full disk, a closed pipe) is not success. */
     if (code == EXIT_DONE && (fflush(stdout) != 0 || ferror(stdout))) {
         fputs("bitdelta: cannot write to standard output\n", stderr);

@@ -9,6 +9,7 @@
 #include "bitdelta/base/file.h"
 #include "bitdelta/base/strbuf.h"
 #include "bitdelta/tokenizer/tokenizer.h"
+#include "bitdelta/tools/stop.h"
 
 #include "compress_internal.h"
 
@@ -217,8 +218,9 @@ static bd_status choose_side_files(run *r, bd_error *err) {
 static bd_status write_item(run *r, const bd_compress_item *item, bd_error *err) {
     const bool matrix = strcmp(r->scale, "matrix") == 0, sign = item->kind == BD_DELTA_SIGN;
     bd_compress_planes planes = {0};
-    bd_status status = BD_OK;
-    if (sign) status = bd_compress_encode(r->pool, item, r->planes, matrix, &planes, err);
+    bd_status status = bd_stop_check(r->output.path, err);
+    if (status == BD_OK && sign)
+        status = bd_compress_encode(r->pool, item, r->planes, matrix, &planes, err);
     if (status != BD_OK) return status;
     status = bd_compress_files_put(&r->files, item, &planes, r->planes, err);
     if (sign) r->changes[r->change_count++] = planes.relative_change;

@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "bitdelta/base/file.h"
+#include "bitdelta/tools/stop.h"
 #include "compress_internal.h"
 
 #define SUFFIX     ".tmp-"
@@ -147,6 +148,7 @@ bd_status bd_output_begin(bd_output_dir *dir, uint64_t needed_bytes, bd_error *e
     remove_stale(parent, name);
     bd_status status = check_space(parent, needed_bytes, err);
     if (status != BD_OK) return status;
+    bd_stop_begin();
     (void)snprintf(dir->temporary, sizeof dir->temporary, "%.*s" SUFFIX "%ld",
                    (int)(sizeof dir->temporary - 32), dir->path, (long)getpid());
     /* Another run may take a directory that is not locked yet for a dead one's: then make it again.
@@ -215,6 +217,7 @@ bd_status bd_output_commit(bd_output_dir *dir, bd_error *err) {
     char parent[sizeof dir->path];
     (void)split(dir->path, parent, sizeof parent);
     bd_status status = sync_directory(dir->temporary, err);
+    if (status == BD_OK) status = bd_stop_check(dir->path, err);
     if (status != BD_OK) return status;
     const int error_number = replace(dir);
     if (error_number) {
@@ -223,12 +226,15 @@ bd_status bd_output_commit(bd_output_dir *dir, bd_error *err) {
     }
     close(dir->lock_fd);
     dir->lock_fd = -1;
+    bd_stop_end();
     return sync_directory(parent, err);
 }
 
 void bd_output_abort(bd_output_dir *dir) {
-    if (dir->lock_fd < 0) return;
-    remove_tree(dir->temporary);
-    close(dir->lock_fd);
-    dir->lock_fd = -1;
+    if (dir->lock_fd >= 0) {
+        remove_tree(dir->temporary);
+        close(dir->lock_fd);
+        dir->lock_fd = -1;
+    }
+    bd_stop_end();
 }

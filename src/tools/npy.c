@@ -6,6 +6,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "bitdelta/tools/stop.h"
+
 enum { HEADER_BYTES = 128, PREFIX_BYTES = 10 };
 
 static bd_status write_header(bd_npy *npy, bd_error *err) {
@@ -31,9 +33,14 @@ bd_status bd_npy_open(bd_npy *npy, const char *path, uint32_t cols, bd_error *er
     if (n < 0 || (size_t)n >= sizeof npy->part_path) {
         return bd_fail(err, BD_E_LIMIT, path, "the path is too long: %s", path);
     }
+    bd_stop_begin();
     npy->file = fopen(npy->part_path, "wb");
-    if (!npy->file)
-        return bd_fail_errno(err, BD_E_IO, path, errno, "cannot create %s", npy->part_path);
+    if (!npy->file) {
+        const bd_status failed =
+            bd_fail_errno(err, BD_E_IO, path, errno, "cannot create %s", npy->part_path);
+        bd_stop_end();
+        return failed;
+    }
     const bd_status s = write_header(npy, err);
     if (s != BD_OK) bd_npy_abort(npy);
     return s;
@@ -44,7 +51,7 @@ bd_status bd_npy_append(bd_npy *npy, const float *row, bd_error *err) {
         return bd_fail_errno(err, BD_E_IO, npy->path, errno, "cannot write %s", npy->path);
     }
     npy->rows++;
-    return BD_OK;
+    return bd_stop_check(npy->path, err);
 }
 
 bd_status bd_npy_finish(bd_npy *npy, bd_error *err) {
@@ -61,6 +68,7 @@ bd_status bd_npy_finish(bd_npy *npy, bd_error *err) {
         s = bd_fail_errno(err, BD_E_IO, npy->path, errno, "cannot rename %s", npy->part_path);
     }
     if (s != BD_OK) unlink(npy->part_path);
+    bd_stop_end();
     return s;
 }
 
@@ -69,4 +77,5 @@ void bd_npy_abort(bd_npy *npy) {
     fclose(npy->file);
     npy->file = NULL;
     unlink(npy->part_path);
+    bd_stop_end();
 }

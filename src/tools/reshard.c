@@ -11,6 +11,7 @@
 #include "bitdelta/base/file.h"
 #include "bitdelta/base/strbuf.h"
 #include "bitdelta/delta/slices.h"
+#include "bitdelta/tools/stop.h"
 
 #include "compress_internal.h"
 
@@ -328,7 +329,7 @@ static bd_status write_tensor(run *r, uint32_t shard, const part_of_entry *t, bd
 }
 
 static bd_status write_entry(run *r, const bd_delta_entry *entry, bd_error *err) {
-    bd_status status = BD_OK;
+    bd_status status = bd_stop_check(r->output.path, err);
     part_of_entry t;
     uint64_t read_bytes = 0;
     for (uint32_t k = 0; status == BD_OK && tensor_of(r, entry, k, &t); k++) {
