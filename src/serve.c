@@ -17,6 +17,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "bitdelta/base/clock.h"
@@ -207,10 +208,6 @@ static bd_status check_ranks(server *s, const bd_backend_ops *ops, bd_error *err
         return refuse(s, err, "tensor_parallel",
                       "the %s backend runs the model on one rank, %u were asked for", ops->name,
                       o->tensor_parallel);
-    if (o->host_bytes > 0)
-        return refuse(s, err, "tensor_parallel",
-                      "host_bytes keeps deltas for one rank, %u were asked for",
-                      o->tensor_parallel);
     const bd_status status = bd_model_config_read(o->base_path, &config, err);
     if (status != BD_OK) return status;
     if (bd_model_rank_config(&config, 0, o->tensor_parallel, &rank, &fault) == BD_OK) return BD_OK;
@@ -391,14 +388,16 @@ static bd_status open_http(server *s, bd_error *err) {
 
 static bd_status base_name(server *s, bd_error *err) {
     const char *name = s->options->base_name;
+    const char *path = s->options->base_path;
     char resolved[4096] = "";
-    if (!name) {
-        /* The last part of the path, also of "." or "dir/". */
-        if (!realpath(s->options->base_path, resolved))
-            return bd_fail_errno(err, BD_E_NOT_FOUND, s->options->base_path, errno,
-                                 "the base model's directory cannot be opened");
-        name = strrchr(resolved, '/') + 1;
-    }
+    struct stat info;
+    if (!realpath(path, resolved) || stat(resolved, &info) != 0)
+        return bd_fail_errno(err, BD_E_NOT_FOUND, path, errno,
+                             "the base model's directory cannot be opened");
+    if (!S_ISDIR(info.st_mode))
+        return bd_fail(err, BD_E_ARGUMENT, path, "%s is not a directory", path);
+    /* The last part of the path, also of "." or "dir/". */
+    if (!name) name = strrchr(resolved, '/') + 1;
     const size_t length = strlen(name);
     if (length == 0 || length > BD_VARIANT_NAME_MAX)
         return bd_fail(err, BD_E_ARGUMENT, "base_name", "a name has 1 to %d bytes",

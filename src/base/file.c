@@ -201,7 +201,8 @@ bd_status bd_file_replace(const char *path, const void *data, size_t bytes, bd_e
 }
 
 bool bd_file_exists(const char *path) {
-    return access(path, F_OK) == 0;
+    struct stat info;
+    return lstat(path, &info) == 0 || (errno != ENOENT && errno != ENOTDIR);
 }
 
 bd_status bd_path_join(char *out, size_t out_bytes, const char *dir, const char *name,

@@ -377,7 +377,9 @@ bd_status bd_shard_init(bd_shard *shard, bd_http_server *server, int listen_fd, 
 static bd_status start_daemon(bd_shard *shard, bd_error *err) {
     const bd_http_options *options = &shard->server->options;
     if (listen(shard->listen_fd, BACKLOG) != 0)
-        return bd_fail_errno(err, BD_E_IO, shard->name, errno, "listen failed");
+        return bd_fail_errno(err, BD_E_IO,
+                             shard->admin ? shard->server->admin_address : shard->server->address,
+                             errno, "cannot listen");
     const bool tls = shard->server->tls && !shard->admin;
     /* Never reached, as on_accept comes first; at its limit the library would stop accepting. Not
      * strict, or it would refuse a missing Host itself, with its header block twice. */

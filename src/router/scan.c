@@ -83,8 +83,8 @@ static bd_status find_delta(const char *name, const char *dir, char path[PATH_BY
     bd_status status = bd_path_join(path, PATH_BYTES, dir, name, err);
     if (status == BD_OK) status = bd_path_join(file, sizeof file, path, "delta.json", err);
     if (status != BD_OK) return status;
+    if (!bd_file_exists(file)) return BD_E_NOT_FOUND;
     if (access(file, F_OK) == 0) return BD_OK;
-    if (errno == ENOENT || errno == ENOTDIR) return BD_E_NOT_FOUND;
     return bd_fail_errno(err, BD_E_IO, file, errno, "%s cannot be reached", file);
 }
 
@@ -228,7 +228,7 @@ static bd_status claim(scan *s, wanted *item, bd_router_queue *queue) {
 static bool is_gone(const wanted *item) {
     char path[PATH_BYTES];
     if (bd_path_join(path, sizeof path, item->dir, "delta.json", NULL) != BD_OK) return true;
-    return access(path, F_OK) != 0 && (errno == ENOENT || errno == ENOTDIR);
+    return !bd_file_exists(path);
 }
 
 static void settle_item(scan *s, wanted *item) {

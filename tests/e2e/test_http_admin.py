@@ -284,6 +284,9 @@ def test_addresses(launch):
                           ("[::1", "[::1"), ("192.0.2.1:0", "192.0.2.1")]:
         done = subprocess.run([*common, "--listen", listen, "--admin", "none"], cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert done.returncode in (1, 2) and words in done.stderr, done.stderr
+    taken.close()  # one address under two names: told by the address
+    done = subprocess.run([*common, "--listen", f"127.0.0.1:{port}", "--admin", f"localhost:{port}"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and f"127.0.0.1:{port}: cannot listen: Address already in use" in done.stderr, done.stderr
     # Two servers on one port, also when each of them shares it between threads.
     server = launch("--http-threads", "3")
     second = subprocess.run([*common, "--listen", f"127.0.0.1:{server.port}", "--admin", "none", "--http-threads", "3"], cwd=ROOT,

@@ -198,7 +198,12 @@ def test_bad_variants_block_nobody(launch, deltas):
 
     plant("cut", lambda f: (f / "delta.json").write_text((f / "delta.json").read_text()[:500]), "delta.json")
     plant("wrong-base", lambda f: edit(f, base_fingerprint="0" * 64), "fingerprint 00000000")
+    def nowhere(folder):
+        (folder / "delta.json").unlink()
+        (folder / "delta.json").symlink_to("nothing.json")
+
     plant("circle", loop, "cannot be reached")
+    plant("nowhere", nowhere, "cannot be reached")
     plant("pipe", fifo, "not a regular file")
     plant("number", lambda f: edit(f, bits=9), "bits")
     server = start(launch, deltas)
@@ -573,10 +578,13 @@ def test_refused_values_are_wrong_usage(flags, words, tmp_path):
     (["--loads-in-parallel", "100"], 2, ["--loads-in-parallel", "--read-depth (8)", "try: bitdelta help serve"]),
     (["--nosuch"], 2, ["--nosuch", "try: bitdelta help serve"]),
     (["--chat-template", "/no/such/file"], 1, ["/no/such/file"]),
+    (["--base", "README.md"], 1, ["README.md is not a directory"]),
+    (["--base", "/no/such/dir", "--base-name", "x"], 1, ["/no/such/dir: the base model's directory cannot be opened"]),
     (["--base-name", "a\"b"], 1, ["the base's name"]),
 ])
 def test_told_before_the_base_is_loaded(flags, status, words):
-    command = [BINARY, "serve", "--base", "demo/zen-mini", "--listen", "127.0.0.1:0", "--admin", "none", "--backend", "cpu", *flags]
+    base = [] if "--base" in flags else ["--base", "demo/zen-mini"]
+    command = [BINARY, "serve", *base, "--listen", "127.0.0.1:0", "--admin", "none", "--backend", "cpu", *flags]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert run.returncode == status and all(word in run.stderr for word in words), run.stderr
     assert "mod=model" not in run.stderr and "listening" not in run.stderr, run.stderr

@@ -92,6 +92,11 @@ UNREADABLE = {
     "huge": ("chat_template.jinja", lambda path: path.write_bytes(b"x" * ((256 << 10) + 1)), "is longer than the limit of 262144 bytes"),
     "folder": ("chat_template.json", lambda path: path.mkdir(), "is not a regular file"),
     "empty": ("tokenizer.json", lambda path: path.write_text("{}"), "must be an object"),
+    "nowhere": ("tokenizer.json", lambda path: path.symlink_to("nothing.json"), "No such file"),
+    "circle": ("config.json", lambda path: path.symlink_to("config.json"), "symbolic links"),
+    "gone": ("generation_config.json", lambda path: path.symlink_to("/no/such/file"), "No such file"),
+    "lost": ("tokenizer_config.json", lambda path: path.symlink_to("nothing.json"), "No such file"),
+    "torn": ("chat_template.jinja", lambda path: path.symlink_to("nothing.jinja"), "No such file"),
 }
 
 

@@ -92,6 +92,10 @@ static void test_faults(void **state) {
     assert_int_equal(bd_file_read(g_dir, 100, &text, &bytes, &err), BD_E_IO);
     assert_int_equal(bd_file_read(in_dir("none"), 100, &text, &bytes, &err), BD_E_NOT_FOUND);
     assert_false(bd_file_exists(in_dir("none")));
+    assert_false(bd_file_exists(in_dir("fifo/below")));
+    assert_int_equal(symlink("none", in_dir("nowhere")), 0);
+    assert_int_equal(symlink("circle", in_dir("circle")), 0);
+    assert_true(bd_file_exists(in_dir("nowhere")) && bd_file_exists(in_dir("circle/below")));
     assert_int_equal(bd_file_replace(in_dir("no/such/dir"), "x", 1, &err), BD_E_IO);
 }
 

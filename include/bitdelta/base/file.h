@@ -23,6 +23,8 @@ BD_MUST_CHECK bd_status bd_file_read(const char *path, size_t max_bytes, char **
 /* Writes to a temporary name in the same directory, fsyncs, renames, fsyncs the directory. */
 BD_MUST_CHECK bd_status bd_file_replace(const char *path, const void *data, size_t bytes,
                                         bd_error *err);
+/* False only where there surely is nothing. What is there and cannot be reached, or is a link to
+ * nowhere, is never taken for absent: whoever opens it gets the error to tell. */
 bool bd_file_exists(const char *path);
 /* "dir/name" into out; BD_E_LIMIT when it does not fit. */
 BD_MUST_CHECK bd_status bd_path_join(char *out, size_t out_bytes, const char *dir, const char *name,
