@@ -208,10 +208,6 @@ static bd_status check_ranks(server *s, const bd_backend_ops *ops, bd_error *err
         return refuse(s, err, "tensor_parallel",
                       "the %s backend runs the model on one rank, %u were asked for", ops->name,
                       o->tensor_parallel);
-    if (o->host_bytes > 0)
-        return refuse(s, err, "tensor_parallel",
-                      "host_bytes keeps deltas for one rank, %u were asked for",
-                      o->tensor_parallel);
     const bd_status status = bd_model_config_read(o->base_path, &config, err);
     if (status != BD_OK) return status;
     if (bd_model_rank_config(&config, 0, o->tensor_parallel, &rank, &fault) == BD_OK) return BD_OK;

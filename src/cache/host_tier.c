@@ -194,7 +194,7 @@ bd_load_host *bd_host_tier_take(bd_host_tier *tier, uint64_t bytes) {
 
 void bd_host_tier_give(bd_host_tier *tier, bd_load_host *entry) {
     if (!entry) return;
-    if (entry->filled) entry->plan_destroy(&entry->plan);
+    bd_load_host_clear(entry);
     for (uint64_t i = 0; i < blocks_for(tier, entry->bytes); i++)
         tier->free_blocks[tier->free_count++] = entry->blocks[i];
     free(entry);

@@ -261,10 +261,13 @@ static uint8_t *host_at(const bd_load_host *host, uint64_t at, uint64_t *run_byt
     return (uint8_t *)host->blocks[at / host->block_bytes] + at % host->block_bytes;
 }
 
-static void keep_in_host(const bd_load_job *job, const bd_block *block) {
+static void keep_in_host(bd_load_job *job, const bd_block *block) {
     const bd_load_host *host = job->load->host;
-    if (!host) return;
     const bd_span *span = &block->span;
+    if (!host) return;
+    if (host->claims && span->from == 0) /* other ranks may read the same file */
+        job->keeps = !atomic_exchange(&host->claims[block->file_index], true);
+    if (host->claims && !job->keeps) return;
     const uint8_t *data = bd_span_data(span);
     const uint64_t start = host_offset(job, block->file_index) + span->from;
     BD_ASSERT(start + span->bytes <= host->bytes);
@@ -310,6 +313,17 @@ bool bd_load_job_feed_host(bd_load_job *job, bool *moved) {
     }
     if (job->status == BD_OK) *moved = publish_ready(job);
     return job->status == BD_OK && more_to_send(job);
+}
+
+void bd_load_host_clear(bd_load_host *host) {
+    if (!host->filled) return;
+    for (uint32_t i = 0; i < host->part_count; i++)
+        bd_load_host_clear(&host->parts[i]);
+    if (!host->parts) host->plan_destroy(&host->plan);
+    free(host->parts);
+    host->parts = NULL;
+    host->part_count = 0;
+    host->filled = false;
 }
 
 /* ---- Blocks read ---- */

@@ -36,6 +36,7 @@ struct bd_load_job {
     bool *used;           /* [delta->shard_count] */
     uint32_t send_file;   /* the next block to be read */
     uint64_t send_from;
+    bool keeps;             /* it is this rank that writes the file being fed to host memory */
     bd_block *first, *last; /* read or being read, in file order */
     uint32_t blocks_flying, blocks_held;
     bd_status status; /* anything but BD_OK stops the load once nothing flies */

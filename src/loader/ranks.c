@@ -10,7 +10,8 @@ typedef struct whole_load {
     bd_load *load; /* the submitter's */
     bool joined;   /* its early overlay is out */
     bd_load parts[BD_COMM_RANKS_MAX];
-    void **pages; /* [count][page_count] */
+    void **pages;        /* [count][page_count] */
+    bd_load_host *hosts; /* [count] what the parts have of load->host; NULL: it has none */
 } whole_load;
 
 struct bd_loader_ranks {
@@ -120,6 +121,24 @@ static void take_overlays(const bd_loader_ranks *ranks, whole_load *whole) {
     whole->load->overlay = overlays[0];
 }
 
+/* A copy that all ranks together have filled is the submitter's, with what each has of it. */
+static void end_host(const bd_loader_ranks *ranks, whole_load *whole, bool right) {
+    bd_load_host *host = whole->load->host;
+    if (!host || host->filled) return;
+    free(whole->hosts[0].claims);
+    for (uint32_t r = 0; r < ranks->source.count; r++) {
+        whole->hosts[r].claims = NULL;
+        if (!right) bd_load_host_clear(&whole->hosts[r]);
+    }
+    if (!right) {
+        free(whole->hosts);
+        return;
+    }
+    host->parts = whole->hosts;
+    host->part_count = ranks->source.count;
+    host->filled = true;
+}
+
 static void end_load(const bd_loader_ranks *ranks, whole_load *whole) {
     bd_load *load = whole->load;
     const bd_load *fault = part_at_fault(ranks, whole);
@@ -138,6 +157,7 @@ static void end_load(const bd_loader_ranks *ranks, whole_load *whole) {
         drop_overlays(ranks, whole);
     for (uint32_t r = 0; r < ranks->source.count; r++)
         free(early_of(&whole->parts[r]));
+    end_host(ranks, whole, !fault);
     if (!fault && ranks->seconds)
         bd_metric_observe(ranks->seconds, (double)(load->finished_us - load->started_us) * 1e-6);
     free(whole->pages);
@@ -168,13 +188,40 @@ static void look(void *ctx) {
 
 /* ---- Submit ---- */
 
+/* Of a copy in host memory all ranks take what they need, or each file is written by one of those
+ * that read it. */
+static bool share_host(const bd_loader_ranks *ranks, whole_load *whole) {
+    const uint32_t count = ranks->source.count;
+    bd_load_host *host = whole->load->host;
+    if (!host) return true;
+    if (host->filled) {
+        BD_ASSERT(host->part_count == count);
+        whole->hosts = host->parts;
+        return true;
+    }
+    _Atomic bool *claims = calloc(whole->load->delta->shard_count, sizeof *claims);
+    whole->hosts = calloc(count, sizeof *whole->hosts);
+    if (!claims || !whole->hosts) {
+        free(claims);
+        free(whole->hosts);
+        return false;
+    }
+    for (uint32_t r = 0; r < count; r++)
+        whole->hosts[r] = (bd_load_host){.blocks = host->blocks,
+                                         .block_bytes = host->block_bytes,
+                                         .bytes = host->bytes,
+                                         .claims = claims};
+    return true;
+}
+
 static whole_load *make_whole(const bd_loader_ranks *ranks, bd_load *load) {
     const uint32_t count = ranks->source.count;
     whole_load *whole = calloc(1, sizeof *whole);
     if (!whole) return NULL;
     whole->load = load;
     whole->pages = calloc((size_t)count * load->page_count, sizeof *whole->pages);
-    if (!whole->pages) {
+    if (!whole->pages || !share_host(ranks, whole)) {
+        free(whole->pages);
         free(whole);
         return NULL;
     }
@@ -186,6 +233,7 @@ static whole_load *make_whole(const bd_loader_ranks *ranks, bd_load *load) {
                                     .pages = pages,
                                     .page_count = load->page_count,
                                     .stream = load->stream,
+                                    .host = whole->hosts ? &whole->hosts[r] : NULL,
                                     .whole = load};
     }
     return whole;
@@ -202,6 +250,7 @@ bd_status bd_loader_ranks_submit(bd_loader_ranks *ranks, bd_load *load, bd_error
     bd_status status = bd_loader_submit(ranks->loaders[0], &whole->parts[0], err);
     if (status != BD_OK) {
         ranks->loads = whole->next;
+        end_host(ranks, whole, false);
         free(whole->pages);
         free(whole);
     }

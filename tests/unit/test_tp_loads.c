@@ -1,13 +1,16 @@
 /* test_tp_loads.c - cache and loaders over a model of four ranks: every variant through fewer slots
  * than there are variants, leased as early as may be, gives the logits of one rank; a file that is
  * damaged or gone fails the load on all ranks and leaves nothing behind, and so does what goes
- * wrong on any one rank alone; loads that are cancelled end. */
+ * wrong on any one rank alone; loads that are cancelled end; what comes back from host memory reads
+ * no disk, in however many shards it is. */
 #include <dirent.h>
 #include <pthread.h>
 #include <unistd.h>
 
 #include "bitdelta/base/clock.h"
 #include "bitdelta/cache/cache.h"
+#include "bitdelta/tools/reshard.h"
+#include "cache/cache_internal.h"
 #include "tp_support.h"
 
 enum { SLOTS = 3, RANKS = 4, NAMES_MAX = 32, TOKENS = 5, ROUNDS = 2 };
@@ -18,6 +21,7 @@ typedef struct world {
     bd_model *model;
     bd_loader *loader;
     bd_cache *cache;
+    bd_metrics *metrics;
     char names[NAMES_MAX][64];
     bd_variant *v[NAMES_MAX];
     uint32_t count;
@@ -94,17 +98,21 @@ static bd_variant *add_variant(const world *w, const char *dir) {
     return variant;
 }
 
-static void open_world(world *w, bool stream) {
+static void open_world_host(world *w, bool stream, uint64_t host_bytes) {
     bd_error err = {0};
     memset(w, 0, sizeof *w);
     w->model = open_model(RANKS, SLOTS);
-    const bd_loader_options loader = {.model = w->model, .depth = 2};
+    w->metrics = bd_metrics_create(64);
+    const bd_loader_options loader = {.model = w->model, .depth = 2, .metrics = w->metrics};
     MS_OK(bd_loader_create(&loader, &w->loader, &err), err);
     const bd_cache_options cache = {.model = w->model,
                                     .loader = w->loader,
                                     .page_count = bd_model_page_count(w->model),
-                                    .retry_after_us = 1};
+                                    .retry_after_us = 1,
+                                    .host_bytes = host_bytes};
     MS_OK(bd_cache_create(&cache, &w->cache, &err), err);
+    while (host_bytes > 0 && bd_host_tier_total_bytes(w->cache->host) < host_bytes)
+        usleep(200);
     if (stream) bd_cache_stream(w->cache, at_once, NULL);
     DIR *dir = opendir("demo/deltas");
     assert_non_null(dir);
@@ -119,10 +127,15 @@ static void open_world(world *w, bool stream) {
     assert_in_range(w->count, SLOTS + 1, NAMES_MAX);
 }
 
+static void open_world(world *w, bool stream) {
+    open_world_host(w, stream, 0);
+}
+
 static void close_world(world *w) {
     bd_cache_destroy(w->cache);
     bd_loader_destroy(w->loader);
     bd_model_close(w->model);
+    bd_metrics_destroy(w->metrics);
 }
 
 typedef struct result {
@@ -206,39 +219,45 @@ static float *reference(const world *w, uint32_t width) {
     return logits;
 }
 
+/* The logits of a lease are `want`, whose width is the model's. Gives it back. */
+static void check_logits(world *w, result *r, const char *name, const float *want) {
+    const uint32_t width = bd_model_logits_width(w->model);
+    float *got = calloc(width, sizeof *got);
+    double *wide = calloc(width, sizeof *wide);
+    assert_non_null(got);
+    assert_non_null(wide);
+    assert_int_equal(r->status, BD_OK);
+    assert_non_null(r->lease.overlay->ranks);
+    bd_load *load = (bd_load *)(uintptr_t)r->lease.load;
+    run_step(w->model, r->lease.overlay, ++w->step_id, load ? wait_for_layer : NULL, load, got);
+    uint32_t count = 0;
+    for (uint32_t k = 0; k < width; k++) {
+        assert_int_equal(isinf(want[k]), isinf(got[k]));
+        if (isinf(want[k])) continue;
+        wide[count] = (double)want[k];
+        got[count++] = got[k];
+    }
+    const double l2 = ms_relative_l2(got, wide, count);
+    if (!(l2 < 1e-5)) fail_msg("%s: %g", name, l2);
+    bd_cache_release(w->cache, &r->lease, bd_now_us());
+    free(got);
+    free(wide);
+}
+
 static void check_all(bool stream) {
     world w;
     open_world(&w, stream);
     const uint32_t width = bd_model_logits_width(w.model);
-    float *want = reference(&w, width), *got = calloc(width, sizeof *got);
-    double *wide = calloc(width, sizeof *wide);
-    assert_non_null(got);
-    assert_non_null(wide);
+    float *want = reference(&w, width);
     uint32_t early = 0;
     for (uint32_t n = 0; n < ROUNDS * w.count; n++) {
         const uint32_t i = n * 5 % w.count;
         result r = get(&w, w.v[i]);
-        assert_int_equal(r.status, BD_OK);
-        assert_non_null(r.lease.overlay->ranks);
-        bd_load *load = (bd_load *)(uintptr_t)r.lease.load;
-        if (load) early++;
-        run_step(w.model, r.lease.overlay, ++w.step_id, load ? wait_for_layer : NULL, load, got);
-        uint32_t count = 0;
-        for (uint32_t k = 0; k < width; k++) {
-            const float value = want[(size_t)i * width + k];
-            assert_int_equal(isinf(value), isinf(got[k]));
-            if (isinf(value)) continue;
-            wide[count] = (double)value;
-            got[count++] = got[k];
-        }
-        const double l2 = ms_relative_l2(got, wide, count);
-        if (!(l2 < 1e-5)) fail_msg("%s: %g", w.names[i], l2);
-        bd_cache_release(w.cache, &r.lease, bd_now_us());
+        if (r.status == BD_OK && r.lease.load) early++;
+        check_logits(&w, &r, w.names[i], want + (size_t)i * width);
     }
     printf("  %u of %u leases were early\n", early, ROUNDS * w.count);
     free(want);
-    free(got);
-    free(wide);
     close_world(&w);
 }
 
@@ -390,12 +409,139 @@ static void cancelled_loads_end(void **state) {
     close_world(&w);
 }
 
+/* ---- Host memory ---- */
+
+static double disk_bytes(const world *w) {
+    return bd_metric_value(bd_metrics_counter(w->metrics, "bitdelta_delta_read_bytes_total",
+                                              "Bytes of deltas read from disk.", NULL, 0));
+}
+
+/* Out of the ranks' pages, whatever it was. */
+static void make_cold(world *w, bd_variant *variant) {
+    bd_error err = {0};
+    bd_variant_info info;
+    do {
+        bd_cache_poll(w->cache, bd_now_us());
+        const bd_status s = bd_cache_unload(w->cache, variant, &err);
+        assert_true(s == BD_OK || s == BD_BUSY);
+        bd_cache_info(w->cache, variant, bd_now_us(), &info);
+    } while (info.state != BD_VARIANT_ABSENT);
+}
+
+/* The first variant once more, in `shards` files. */
+static bd_variant *add_resharded(world *w, const char *folder, uint32_t shards) {
+    char from[320], to[320];
+    bd_error err = {0};
+    snprintf(from, sizeof from, "demo/deltas/%.63s", w->names[0]);
+    snprintf(to, sizeof to, "%s/%u", folder, shards);
+    const bd_reshard_request request = {
+        .delta_dir = from, .out_dir = to, .base_dir = "demo/zen-mini", .shards = shards};
+    FILE *none = fopen("/dev/null", "w");
+    assert_non_null(none);
+    MS_OK(bd_reshard_run(&request, none, none, &err), err);
+    fclose(none);
+    bd_variant *variant = add_variant(w, to);
+    assert_int_equal(variant->delta.shard_count, shards);
+    return variant;
+}
+
+/* get, and the load is over: nothing is read any more, and its copy is whole. */
+static result get_whole(world *w, bd_variant *variant) {
+    result r = get(w, variant);
+    while (r.status == BD_OK && r.lease.load && !bd_load_finished(r.lease.load))
+        usleep(200);
+    return r;
+}
+
+/* A rank that fails while the copy is written, or while it is read: no copy is left, and then a
+ * whole one is made. */
+static void fail_once(world *w, bd_variant *variant, uint32_t rank, bool copied) {
+    bd_variant_info info;
+    make_cold(w, variant);
+    bd_cache_info(w->cache, variant, bd_now_us(), &info);
+    assert_true((info.host_bytes > 0) == copied);
+    atomic_store(&refusing.after, 20);
+    atomic_store(&refusing.rank, rank);
+    result r = get(w, variant);
+    assert_int_equal(r.status, BD_E_DEVICE);
+    atomic_store(&refusing.rank, FINE);
+    bd_cache_info(w->cache, variant, bd_now_us(), &info);
+    assert_int_equal(info.host_bytes, 0);
+    usleep(1000); /* beyond retry_after_us */
+}
+
+/* Stopped while its copy is being written: the next load does not take that for whole. */
+static void stop_and_ask(world *w, uint32_t i, const float *want) {
+    bd_error err = {0};
+    const bd_status s = bd_cache_prefetch(w->cache, w->v[i], bd_now_us(), &err);
+    assert_true(s == BD_AGAIN || s == BD_OK);
+    usleep(i * 100);
+    make_cold(w, w->v[i]);
+    bd_variant_info info;
+    bd_cache_info(w->cache, w->v[i], bd_now_us(), &info);
+    const double before = disk_bytes(w);
+    result r = get_whole(w, w->v[i]);
+    check_logits(w, &r, w->names[i], want);
+    assert_true((disk_bytes(w) > before) == (info.host_bytes == 0));
+}
+
+static void check_host(bool stream) {
+    char folder[] = "/tmp/bd-tp-XXXXXX", command[64];
+    world w;
+    assert_non_null(mkdtemp(folder));
+    open_world_host(&w, stream, 64u << 20);
+    const uint32_t width = bd_model_logits_width(w.model);
+    float *want = reference(&w, width);
+    bd_variant *variants[] = {w.v[0], w.v[1], add_resharded(&w, folder, 2),
+                              add_resharded(&w, folder, 4)};
+    const char *const names[] = {"one shard", "another variant", "two shards", "four shards"};
+    enum { COUNT = sizeof variants / sizeof variants[0] };
+    double read[COUNT];
+    for (uint32_t n = 0; n < 3 * COUNT; n++) {
+        const uint32_t i = n % COUNT;
+        if (n >= COUNT) make_cold(&w, variants[i]);
+        const double before = disk_bytes(&w);
+        result r = get_whole(&w, variants[i]);
+        check_logits(&w, &r, names[i], want + (i == 1) * width);
+        bd_cache_poll(w.cache, bd_now_us());
+        read[i] = disk_bytes(&w) - before;
+        bd_variant_info info;
+        bd_cache_info(w.cache, variants[i], bd_now_us(), &info);
+        assert_int_equal(info.host_hits, n / COUNT);
+        assert_true(info.host_bytes > 0 && info.host_bytes == info.file_bytes);
+        if (n >= COUNT)
+            assert_true(read[i] == 0);
+        else
+            assert_true(read[i] >= (double)info.file_bytes);
+    }
+    if (!stream)
+        for (uint32_t rank = 0; rank < RANKS; rank++) {
+            bd_variant *variant = variants[rank];
+            fail_once(&w, variant, rank, true);
+            fail_once(&w, variant, rank, false);
+            result r = get(&w, variant);
+            check_logits(&w, &r, names[rank], want + (rank == 1) * width);
+        }
+    for (uint32_t i = 2; i < w.count; i++)
+        stop_and_ask(&w, i, want + (size_t)i * width);
+    free(want);
+    close_world(&w);
+    snprintf(command, sizeof command, "rm -r %s", folder);
+    assert_int_equal(system(command), 0);
+}
+
+static void from_host_memory(void **state) {
+    (void)state;
+    check_host(false);
+    check_host(true);
+}
+
 int main(void) {
     atomic_store(&refusing.rank, FINE);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_variant),       cmocka_unit_test(every_variant_early),
         cmocka_unit_test(faults_of_files),     cmocka_unit_test(any_rank_alone),
-        cmocka_unit_test(cancelled_loads_end),
+        cmocka_unit_test(cancelled_loads_end), cmocka_unit_test(from_host_memory),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

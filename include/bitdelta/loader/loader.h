@@ -48,9 +48,18 @@ typedef struct bd_load_host {
     /* The load takes everything from here and opens no shard. Else it writes here what it reads and
      * has checked, and sets this if all went well. */
     bool filled;
-    bd_overlay_plan plan; /* valid while filled; the submitter's to end, with plan_destroy */
+    bd_overlay_plan plan; /* valid while filled; ended by bd_load_host_clear */
     void (*plan_destroy)(bd_overlay_plan *plan);
+    /* Of a model that is split, while filled: the same bytes as each rank takes them, with its
+     * plan. The loader's, until bd_load_host_clear. */
+    struct bd_load_host *parts;
+    uint32_t part_count;
+    /* Internal: [files] those that a rank writes already; NULL: there is one to write all. */
+    _Atomic bool *claims;
 } bd_load_host;
+
+/* Once no load uses it: nothing is filled then. */
+void bd_load_host_clear(bd_load_host *host);
 
 typedef struct bd_load {
     bd_message message;    /* internal */
