@@ -392,20 +392,6 @@ static void run_lanes(bench *b) {
 
 /* ---- What hot variants feel ---- */
 
-static void run_host_total(bd_call *call, bd_engine *engine) {
-    lab_call *c = (lab_call *)(void *)call;
-    (void)engine;
-    c->info.host_bytes = bd_host_tier_total_bytes(c->owner->cache->host);
-    atomic_store(&c->done, true);
-}
-
-/* Of what was asked for, what has come by now. */
-static uint64_t host_total(lab *l) {
-    lab_call c = {0};
-    lab_run(l, &c, run_host_total);
-    return c.info.host_bytes;
-}
-
 static void hot_variants(bench *b, const char *what, uint64_t host_bytes) {
     static hot_lab h = {.hot = HOT, .cold = 1};
     const char *dirs[HOT + 1];
@@ -414,11 +400,7 @@ static void hot_variants(bench *b, const char *what, uint64_t host_bytes) {
     for (uint32_t i = 0; i <= HOT; i++)
         dirs[i] = in_memory(b, i)->dir;
     hot_open(&h, loader, dirs, host_bytes);
-    const uint64_t from = bd_now_us();
-    while (host_bytes > 0 && host_total(&h.l) < host_bytes - (1u << 20)) {
-        if (bd_now_us() > from + 60000000) die("host memory", "does not come");
-        lab_sleep_us(1000);
-    }
+    if (host_bytes) hot_wait_host(&h, host_bytes);
     if (host_bytes) hot_load_once(&h, HOT); /* the only one whose copy fits, since it comes first */
     const uint64_t begin = bd_now_us();
     const hot_result r = hot_rounds(&h, what, b->hot_rounds);

@@ -344,7 +344,7 @@ static uint32_t best_of(const float *row, uint32_t vocab) {
 }
 
 static double log_sum(const float *row, uint32_t vocab) {
-    const double most = row[best_of(row, vocab)];
+    const double most = (double)row[best_of(row, vocab)];
     double sum = 0;
     for (uint32_t i = 0; i < vocab; i++)
         sum += exp((double)row[i] - most);
@@ -547,15 +547,26 @@ static void cold_loads(bench *b, bd_model *model) {
     bd_loader_destroy(loader);
 }
 
-static void hot_loads(bench *b, bd_model *model) {
+/* host_bytes 0: from disk; else the two cold ones come first, so that their copies have the room.
+ */
+static void hot_loads(bench *b, bd_model *model, const char *what, uint64_t host_bytes) {
     static hot_lab h = {.hot = 4, .cold = 2};
     const char *dirs[HOT_MAX];
     if (b->delta_count < h.hot + h.cold) die("--deltas", "residents and two more are wanted");
     for (uint32_t i = 0; i < h.hot + h.cold; i++)
         dirs[i] = b->deltas[i].dir;
-    hot_open(&h, (bd_loader_options){.model = model, .depth = DEPTH}, dirs, 0);
+    hot_open(&h, (bd_loader_options){.model = model, .depth = DEPTH}, dirs, host_bytes);
+    if (host_bytes) hot_wait_host(&h, host_bytes);
+    for (uint32_t i = 0; host_bytes && i < h.cold; i++)
+        hot_load_once(&h, h.hot + i);
+    h.load_count = 0;
     printf("hot,round,what,steps,p50_us,p99_us,loads\n");
-    const hot_result r = hot_rounds(&h, "a load from disk", b->hot_rounds);
+    const hot_result r = hot_rounds(&h, what, b->hot_rounds);
+    const double load_us = hot_median(h.load_us, h.load_count);
+    printf("# %s: %.3f s, %.2f GB/s, %" PRIu64 " of %u from host memory\n", what, load_us * 1e-6,
+           (double)b->delta_bytes / load_us * 1e-3,
+           host_bytes ? lab_info(&h.l, h.hot).host_hits + lab_info(&h.l, h.hot + 1).host_hits : 0,
+           r.loads);
     printf("# %u residents, %u loads beside them: between tokens P50 %.0f -> %.0f us, rounds' "
            "ratios %.3f (worst %.3f); P99 %.0f -> %.0f us, %.3f (worst %.3f)\n",
            h.hot, r.loads, r.p50_us[0], r.p50_us[1], r.p50_ratio, r.p50_worst, r.p99_us[0],
@@ -600,7 +611,10 @@ static void run(bench *b) {
     bd_model *model = open_model(b, ops, RANKS, slots);
     answer(b, model, NULL, &two);
     if (b->loads && b->rounds) cold_loads(b, model);
-    if (b->loads && b->hot_rounds) hot_loads(b, model);
+    if (b->loads && b->hot_rounds) {
+        hot_loads(b, model, "loads from disk", 0);
+        hot_loads(b, model, "loads from host memory", 2 * (b->delta_bytes + (16u << 20)));
+    }
     bd_model_close(model);
     model = open_model(b, ops, 1, VARIANTS);
     answer(b, model, &two, &one);

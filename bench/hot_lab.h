@@ -21,6 +21,8 @@ typedef struct hot_gaps {
 typedef struct hot_lab {
     lab l;
     uint32_t hot, cold;
+    uint32_t load_count; /* of load_us */
+    double load_us[4096];
 } hot_lab;
 
 static inline int hot_by_value(const void *a, const void *b) {
@@ -48,6 +50,7 @@ static inline void hot_open(hot_lab *h, bd_loader_options loader, const char *co
     lab *l = &h->l;
     bd_error err = {0};
     memset(l, 0, sizeof *l);
+    h->load_count = 0;
     pthread_mutex_init(&l->lock, NULL);
     l->metrics = bd_metrics_create(256);
     l->model = loader.model;
@@ -100,6 +103,30 @@ static inline void hot_close(hot_lab *h) {
     pthread_mutex_destroy(&l->lock);
 }
 
+/* ---- Host memory ---- */
+
+static inline void hot_run_host_total(bd_call *call, bd_engine *engine) {
+    lab_call *c = (lab_call *)(void *)call;
+    (void)engine;
+    c->info.host_bytes = bd_host_tier_total_bytes(c->owner->cache->host);
+    atomic_store(&c->done, true);
+}
+
+/* Until what was asked for has come. */
+static inline void hot_wait_host(hot_lab *h, uint64_t host_bytes) {
+    const uint64_t until = bd_now_us() + 60000000;
+    for (;;) {
+        lab_call c = {0};
+        lab_run(&h->l, &c, hot_run_host_total);
+        if (c.info.host_bytes + (8u << 20) >= host_bytes) return;
+        if (bd_now_us() > until) {
+            fprintf(stderr, "the host memory does not come\n");
+            exit(1);
+        }
+        lab_sleep_us(1000);
+    }
+}
+
 /* ---- Rounds ---- */
 
 static inline void hot_run_prefetch(bd_call *call, bd_engine *engine) {
@@ -121,7 +148,10 @@ static inline void hot_load_once(hot_lab *h, uint32_t variant) {
             fprintf(stderr, "%s: %s\n", info.failure->subject, info.failure->message);
             exit(1);
         }
-        if (info.state == BD_VARIANT_READY) break;
+        if (info.state == BD_VARIANT_READY) {
+            if (h->load_count < 4096) h->load_us[h->load_count++] = (double)info.load_us;
+            break;
+        }
         lab_sleep_us(1000);
     }
     lab_make_cold(&h->l, variant);
