@@ -332,10 +332,10 @@ static bd_status embed_twice(bd_backend *backend, const bd_step *step, bd_error 
 static bd_status norm_twice(bd_backend *backend, const bd_step *step, uint32_t layer, bd_norm kind,
                             bool add, uint32_t post_layer, bd_norm post, bd_error *err) {
     const bd_cuda *cuda = (bd_cuda *)backend;
-    const bool sums = add && cuda->proj_partial, half = cuda->proj_half;
+    const bool summed = add && cuda->proj_partial, half = cuda->proj_half;
     const bd_status s = bd_backend_cuda_ops()->norm_residual(backend, step, layer, kind, add,
                                                              post_layer, post, err);
-    return s != BD_OK || cuda->replay || !sums ? s : sum_again(backend, step, half, err);
+    return s != BD_OK || cuda->replay || !summed ? s : sum_again(backend, step, half, err);
 }
 
 static void set_sums(rank *r) {

@@ -639,6 +639,7 @@ int main(int argc, char **argv) {
                        option("--float32", 1, argc, argv, &b.float32) &&
                        option("--loads", 1, argc, argv, &b.loads) &&
                        option("--cached", 1, argc, argv, &b.cached);
+    setvbuf(stdout, NULL, _IOLBF, 0); /* a run that is stopped has said what it knows */
     if (!right || b.delta_count < VARIANTS) {
         fprintf(stderr, "usage: bench_gpu_split 8b|70b|small LAYERS cuda|cpu DIR [--deltas N] "
                         "[--rounds N] [--hot N] [--float32 1] [--loads 1] [--cached 1]\n");
