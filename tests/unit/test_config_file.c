@@ -228,6 +228,28 @@ static void test_file_faults(void **state) {
     bd_invocation_deinit(&inv);
 }
 
+/* Beside a file it is still the flag's fault where the flag was given. */
+static void test_blame(void **state) {
+    (void)state;
+    static const char *const k_rows[][3] = {
+        {"{\"base\": {\"path\": \"x\"}, \"cors_origin\": \"*\"}", "--cors-origin", "y"},
+        {"{\"base\": {\"path\": \"x\"}, \"cors_origin\": \"z\"}", "--cors-origin", "y"},
+        {"{\"base\": {\"path\": \"x\"}}", "--loads-in-parallel", "9"},
+        {"{\"base\": {\"path\": \"x\"}, \"loader\": {\"read_depth\": 3}}", "--loads-in-parallel",
+         "4"},
+        {"{\"base\": {\"path\": \"x\"}}", "--tensor-parallel", "3"},
+    };
+    for (size_t i = 0; i < sizeof k_rows / sizeof k_rows[0]; i++) {
+        bd_invocation inv;
+        bd_error err;
+        const char *const *row = k_rows[i];
+        assert_int_equal(load_bytes(&inv, row[0], strlen(row[0]), row[1], row[2], &err),
+                         BD_E_ARGUMENT);
+        assert_string_equal(err.subject, row[1]);
+        assert_true(inv.wrong_usage && !strstr(err.message, g_path));
+    }
+}
+
 /* Every key of the table: the default, written to the file, is taken and gives the default. */
 static void test_every_key(void **state) {
     (void)state;
