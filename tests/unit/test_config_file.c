@@ -331,8 +331,8 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_shipped_example), cmocka_unit_test(test_every_shape),
         cmocka_unit_test(test_precedence),      cmocka_unit_test(test_faults),
-        cmocka_unit_test(test_file_faults),     cmocka_unit_test(test_every_key),
-        cmocka_unit_test(test_mutations),
+        cmocka_unit_test(test_file_faults),     cmocka_unit_test(test_blame),
+        cmocka_unit_test(test_every_key),       cmocka_unit_test(test_mutations),
     };
     return cmocka_run_group_tests(tests, setup, teardown);
 }
