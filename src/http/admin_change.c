@@ -68,7 +68,9 @@ static bool answer_adapter(const bd_change *change, bd_reply *reply, bd_api_erro
     bd_api_kind kind = change->status == BD_E_NOT_FOUND ? BD_API_MODEL
                        : change->status == BD_BUSY      ? BD_API_VARIANT
                                                         : BD_API_VALUE;
-    return bd_api_fail(err, kind, load ? "lora_path" : "lora_name", "%.400s",
+    bool unfit_name =
+        change->status == BD_E_ARGUMENT && strcmp(change->error.subject, change->name) == 0;
+    return bd_api_fail(err, kind, load && !unfit_name ? "lora_path" : "lora_name", "%.400s",
                        change->error.message);
 }
 

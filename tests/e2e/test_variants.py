@@ -318,10 +318,10 @@ def test_adapters_by_order(launch, deltas, tmp_path):
     (deltas / "math").rename(tmp_path / "math")
     assert rescan(server)["removed"] == [CODER, MATH]
     (tmp_path / "math").rename(deltas / "math")
-    error_of(adapter(url, "load", BASE, "c"), 400, "invalid_value", "lora_path")
-    error_of(adapter(url, "load", "a\nb", "c"), 400, "invalid_value", "lora_path")
     error_of(adapter(url, "load", "a\0b", "c"), 400, "invalid_value", "lora_name")
     error_of(adapter(url, "load", "n" * 129, "c"), 400, "string_above_max_length", "lora_name")
+    for unfit in (BASE, "a\nb", "..", " "):
+        error_of(adapter(url, "load", unfit, "c"), 400, "invalid_value", "lora_name")
     assert error_of(adapter(url, "load", "x"), 400, "missing_required_parameter", "lora_path") == "Both 'lora_name' and 'lora_path' must be provided."
     error_of(requests.post(url + "/v1/load_lora_adapter", json={"lora_name": 5, "lora_path": "c"}), 400, "invalid_type", "lora_name")
     error_of(requests.post(url + "/v1/load_lora_adapter", data="{", headers={"Content-Type": "application/json"}), 400, "invalid_json")
