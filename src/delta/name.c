@@ -1,6 +1,7 @@
 /* name.c - which names a base or a variant may have. */
 #include <string.h>
 
+#include "bitdelta/base/json_scan.h"
 #include "bitdelta/delta/delta.h"
 
 static bool has_parent_part(const char *name) {
@@ -16,6 +17,7 @@ const char *bd_variant_name_fault(const char *name) {
     if (bytes == 0) return "is empty";
     if (bytes > BD_VARIANT_NAME_MAX) return "has over 128 bytes";
     _Static_assert(BD_VARIANT_NAME_MAX == 128, "said in the text above");
+    if (bd_utf8_valid_prefix(name, bytes) != bytes) return "is not valid UTF-8";
     for (const char *p = name; *p; p++) {
         if ((unsigned char)*p < 0x20 || *p == 0x7f) return "has a control character";
         if (*p == '"' || *p == '\'' || *p == '`') return "has a quote";

@@ -277,6 +277,7 @@ static bd_status open_dump(generation *g, bd_error *err) {
 
 static bd_status open_all(generation *g, uint32_t *chunk, bd_error *err) {
     bd_status s = bd_session_config(&g->session_options, &g->config, err);
+    if (s == BD_OK && g->request->dump_logits) s = bd_npy_check(g->request->dump_logits, err);
     if (s == BD_OK) s = load_tokenizer(g, err);
     if (s == BD_OK) s = make_prompt(g, err);
     if (s != BD_OK) return s;

@@ -3,7 +3,9 @@
 #include "npy.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "bitdelta/tools/stop.h"
@@ -27,21 +29,39 @@ static bd_status write_header(bd_npy *npy, bd_error *err) {
     return BD_OK;
 }
 
+static bd_status name_part(bd_npy *npy, const char *path, bd_error *err) {
+    const int n = snprintf(npy->part_path, sizeof npy->part_path, "%s.part", path);
+    if (n >= 0 && (size_t)n < sizeof npy->part_path) return BD_OK;
+    return bd_fail(err, BD_E_LIMIT, path, "the path is too long: %s", path);
+}
+
+/* Renaming over a device would put a file in its place. */
+bd_status bd_npy_check(const char *path, bd_error *err) {
+    bd_npy npy;
+    struct stat info;
+    const bd_status s = name_part(&npy, path, err);
+    if (s != BD_OK) return s;
+    if (stat(path, &info) == 0 && !S_ISREG(info.st_mode))
+        return bd_fail(err, BD_E_IO, path, "%s exists and is not a regular file", path);
+    const int fd = open(npy.part_path, O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0666);
+    if (fd < 0) return bd_fail_errno(err, BD_E_IO, path, errno, "cannot create %s", npy.part_path);
+    close(fd);
+    unlink(npy.part_path);
+    return BD_OK;
+}
+
 bd_status bd_npy_open(bd_npy *npy, const char *path, uint32_t cols, bd_error *err) {
     *npy = (bd_npy){.path = path, .cols = cols};
-    const int n = snprintf(npy->part_path, sizeof npy->part_path, "%s.part", path);
-    if (n < 0 || (size_t)n >= sizeof npy->part_path) {
-        return bd_fail(err, BD_E_LIMIT, path, "the path is too long: %s", path);
-    }
+    bd_status s = name_part(npy, path, err);
+    if (s != BD_OK) return s;
     bd_stop_begin();
     npy->file = fopen(npy->part_path, "wb");
     if (!npy->file) {
-        const bd_status failed =
-            bd_fail_errno(err, BD_E_IO, path, errno, "cannot create %s", npy->part_path);
+        s = bd_fail_errno(err, BD_E_IO, path, errno, "cannot create %s", npy->part_path);
         bd_stop_end();
-        return failed;
+        return s;
     }
-    const bd_status s = write_header(npy, err);
+    s = write_header(npy, err);
     if (s != BD_OK) bd_npy_abort(npy);
     return s;
 }

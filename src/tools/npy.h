@@ -14,6 +14,8 @@ typedef struct bd_npy {
     uint32_t rows, cols;
 } bd_npy;
 
+/* Can a file of this name be made? Asked before hours of work go into one. */
+BD_MUST_CHECK bd_status bd_npy_check(const char *path, bd_error *err);
 /* path is borrowed until finish or abort. */
 BD_MUST_CHECK bd_status bd_npy_open(bd_npy *npy, const char *path, uint32_t cols, bd_error *err);
 BD_MUST_CHECK bd_status bd_npy_append(bd_npy *npy, const float *row, bd_error *err);

@@ -622,6 +622,8 @@ def test_names(tmp_path):
         assert "variant name" in compress(base, tuned, tmp_path / "d", "--variant", bad, status=1).stderr
         assert "base name" in compress(base, tuned, tmp_path / "d", "--base-name", bad, status=1).stderr
     assert "--variant" in compress(base, tuned, tmp_path / "it's", status=1).stderr
+    done = subprocess.run([BINARY, "compress", "--base", base, "--finetuned", tuned, "--out", os.fsencode(tmp_path) + b"/\xff"], capture_output=True)
+    assert done.returncode == 1 and b"is not valid UTF-8; give one with --variant" in done.stderr
     for same in (["--variant", "base"], ["--base-name", "d"]):  # a server would refuse it
         assert "the base's name" in compress(base, tuned, tmp_path / "d", *same, status=1).stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "tuned"]

@@ -37,6 +37,16 @@ def ids_text(ids):
     return ",".join(map(str, ids))
 
 
+def test_no_place_for_the_logits(tmp_path):
+    """Told before the model is loaded; a device is not replaced by a file."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path, words in ((tmp_path, "is not a regular file"), (pipe, "is not a regular file"), (tmp_path / "no/x", "No such file"), (tmp_path / ("x" * 255), "too long")):
+        said = refused("--base", BASE, "--prompt-ids", "1", "--max-tokens", 0, "--dump-logits", path)
+        assert words in said and "mod=model" not in said, said
+    assert [p.name for p in tmp_path.iterdir()] == ["pipe"] and pipe.is_fifo()
+
+
 def read_npy(path):
     """-> rows, cols, values; format version 1.0, little-endian float32 in C order."""
     blob = path.read_bytes()

@@ -52,9 +52,9 @@ typedef struct bd_delta { /* delta.json, checked */
 } bd_delta;
 
 /* What keeps a name from being given or served ("has a quote"), or NULL: control characters,
- * quotes, backslashes, spaces at the ends and parts ".." are refused, because names stand in URLs,
- * logs, metrics and shell commands. '/' inside is fine ("org/model"). delta.json is read whatever
- * name it has: it can be served under another. */
+ * quotes, backslashes, spaces at the ends, parts ".." and what is no UTF-8 are refused, because
+ * names stand in JSON, URLs, logs, metrics and shell commands. '/' inside is fine ("org/model").
+ * delta.json is read whatever name it has: it can be served under another. */
 const char *bd_variant_name_fault(const char *name);
 
 /* Reads and checks delta.json alone: cheap enough for 10,000 variants at start. Names in `files`
