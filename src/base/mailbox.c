@@ -18,6 +18,7 @@ struct bd_mailbox {
     _Atomic uint32_t signal;    /* futex word */
     size_t count_max;           /* 0: no bound */
     int event_fd;               /* -1: none */
+    bool edges;                 /* event_fd is never read */
     int64_t owed;               /* the owner's: signals seen, less those read from event_fd */
 };
 
@@ -96,7 +97,8 @@ static void read_event(bd_mailbox *box) {
 bd_message *bd_mailbox_take(bd_mailbox *box) {
     /* The signal is cleared before the list is read: a post that still saw it raised had already
      * pushed its message, and a later one raises it anew. */
-    if (box->event_fd >= 0 && (box->owed > 0 || atomic_load(&box->signal) == SIGNAL_RAISED))
+    if (box->event_fd >= 0 && !box->edges &&
+        (box->owed > 0 || atomic_load(&box->signal) == SIGNAL_RAISED))
         read_event(box);
     clear_signal(box);
     bd_message *newest = atomic_exchange(&box->head, NULL);
@@ -129,6 +131,10 @@ void bd_mailbox_wait(bd_mailbox *box, uint64_t timeout_us) {
 
 void bd_mailbox_wake(bd_mailbox *box) {
     raise_signal(box);
+}
+
+void bd_mailbox_use_edges(bd_mailbox *box) {
+    box->edges = true;
 }
 
 int bd_mailbox_eventfd(const bd_mailbox *box) {

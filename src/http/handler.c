@@ -5,11 +5,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "bitdelta/base/clock.h"
 #include "internal.h"
 
-static uint64_t seconds_from_now(uint32_t seconds) {
-    return bd_now_us() + (uint64_t)seconds * 1000000u;
+static uint64_t seconds_after(uint64_t now_us, uint32_t seconds) {
+    return now_us + (uint64_t)seconds * 1000000u;
 }
 
 static bd_conn *conn_of(struct MHD_Connection *connection) {
@@ -36,6 +35,7 @@ static enum MHD_Result first_call(bd_shard *shard, struct MHD_Connection *connec
     request->conn = conn;
     request->connection = connection;
     conn->request = request;
+    bd_shard_moved(conn);
     bd_head_request_id(request);
     bd_api_error err = {0};
     uint64_t declared_bytes = 0;
@@ -45,7 +45,7 @@ static enum MHD_Result first_call(bd_shard *shard, struct MHD_Connection *connec
         set_reply_error(request, &err);
         return bd_reply_queue(request);
     }
-    conn->deadline_us = seconds_from_now(options->body_seconds);
+    conn->deadline_us = seconds_after(request->received_us, options->body_seconds);
     if (bd_head_check(request, method, declared_bytes, has_body, &err)) return MHD_YES;
     set_reply_error(request, &err);
     /* The body is not worth reading: the client waits for our word, or sends far too much. */
@@ -61,6 +61,7 @@ static enum MHD_Result first_call(bd_shard *shard, struct MHD_Connection *connec
 static enum MHD_Result body_call(bd_request *request, const char *data, size_t *bytes) {
     const bd_http_options *options = &request->shard->server->options;
     size_t count = *bytes;
+    bd_shard_moved(request->conn);
     *bytes = 0; /* always all of it: 0.9.75 may hang otherwise */
     request->body_seen += count;
     if (request->body_seen / BD_HTTP_CEILING_FACTOR > options->body_bytes_max) return MHD_NO;
@@ -121,7 +122,7 @@ static enum MHD_Result go_on(bd_request *request) {
         return bd_reply_queue(request);
     }
     if (request->shard->closing) return MHD_NO;
-    bd_shard_park(request);
+    bd_shard_park(request, !streams); /* a stream is suspended sooner or later */
     return MHD_YES;
 }
 
@@ -149,8 +150,11 @@ void bd_handle_completed(void *cls, struct MHD_Connection *connection, void **re
     *req_cls = NULL;
     bd_conn *conn = request->conn;
     conn->request = NULL;
-    conn->deadline_us = seconds_from_now(shard->server->options.idle_seconds +
-                                         shard->server->options.header_seconds);
+    bd_shard_go_on(request);
+    const bd_http_options *options = &shard->server->options;
+    /* The time of the last turn will do. */
+    conn->deadline_us =
+        seconds_after(shard->now_us, options->idle_seconds + options->header_seconds);
     request->connection = NULL;
     request->conn = NULL;
     if (request->active) atomic_fetch_sub(&shard->server->active_count, 1);

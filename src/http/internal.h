@@ -114,6 +114,7 @@ struct bd_conn { /* shard's thread only */
     bool left;            /* the client sends no more; the library may not know yet */
     uint64_t left_us;     /* when; 0: it was us who cut it off, or nobody */
     uint64_t deadline_us; /* 0: none */
+    uint64_t moved_in;    /* the run of the library in which it last did */
     bool in_head;         /* from the request line to the first call of the handler */
     bool bad_target;      /* blanks within what is asked for */
     bool path_overlong;
@@ -123,7 +124,7 @@ struct bd_conn { /* shard's thread only */
 struct bd_shard {
     bd_http_server *server;
     bool admin, started, closing;
-    int listen_fd, epoll_fd;
+    int listen_fd, epoll_fd, library_fd;
     struct MHD_Daemon *daemon;
     bd_mailbox *mailbox;
     pthread_t thread;
@@ -134,7 +135,14 @@ struct bd_shard {
     uint32_t slot_count;
     uint64_t sweep_at_us;
     bd_metric *ok[BD_ROUTE_COUNT]; /* requests answered with 200; NULL: none yet */
-    uint32_t submitted, unwoken;   /* completions of this turn; those bd-sched was not woken for */
+    uint64_t run;                  /* of the library, counted */
+    uint32_t moved;    /* connections that did in this run, without those that wait now */
+    bool worked;       /* one moved in this run */
+    uint32_t in_place; /* requests that wait without being suspended */
+    bool patient;      /* a request may wait in place */
+    bool news;         /* the library has to run again before it sleeps */
+    uint64_t now_us, leavers_at_us;
+    uint32_t submitted, unwoken; /* completions of this turn; those bd-sched was not woken for */
     char name[16];
 };
 
@@ -166,6 +174,8 @@ struct bd_request {
     const bd_route *route;
     const char *argument; /* rest of a prefix path, raw; in path */
     bool parked, body_done, work_started, head_only, replied, expects, active;
+    bool in_place; /* waits, and is not suspended */
+    uint8_t looks; /* that it had in place */
     size_t body_seen;
     uint64_t received_us, last_write_us;
     const bd_tenant *tenant; /* held; NULL: everyone, or not known yet */
@@ -271,7 +281,12 @@ void bd_shard_watch(bd_conn *conn); /* tell when the client leaves */
  */
 bool bd_shard_admit(bd_conn *conn);
 void bd_shard_cut(bd_conn *conn); /* the library closes it soon */
-void bd_shard_park(bd_request *request);
+/* It waits: suspended, or, if it may stay, in place for a while: the handler is called again, at
+ * times in vain. */
+void bd_shard_park(bd_request *request, bool may_stay);
+/* With every callback that is not followed by waiting: the library may have more to do for it. */
+void bd_shard_moved(bd_conn *conn);
+void bd_shard_go_on(bd_request *request); /* moved, and waits no more for its answer */
 void bd_shard_submitted(bd_shard *shard); /* bd-sched is woken for it before this turn ends */
 
 #endif

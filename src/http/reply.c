@@ -84,6 +84,7 @@ enum MHD_Result bd_reply_queue(bd_request *request) {
         add_header(response, "Connection", "close");
     count_reply(request, reply->status);
     request->replied = true;
+    bd_shard_go_on(request);
     enum MHD_Result result = MHD_queue_response(request->connection, reply->status, response);
     MHD_destroy_response(response);
     return result;
@@ -133,10 +134,11 @@ static ssize_t read_stream(void *cls, uint64_t position, char *out, size_t max) 
     request->waiting = bytes == 0 && !cancelled && !finished;
     pthread_mutex_unlock(&request->lock);
     request->last_write_us = bd_now_us();
+    bd_shard_moved(request->conn); /* unless it is parked */
     if (bytes > 0) return (ssize_t)bytes;
     if (cancelled || request->shard->closing) return MHD_CONTENT_READER_END_WITH_ERROR;
     if (finished) return MHD_CONTENT_READER_END_OF_STREAM;
-    bd_shard_park(request); /* returning 0 without this would spin */
+    bd_shard_park(request, false); /* returning 0 without this would spin */
     return 0;
 }
 
@@ -157,6 +159,7 @@ enum MHD_Result bd_reply_queue_stream(bd_request *request) {
         add_header(response, "Connection", "close");
     count_reply(request, MHD_HTTP_OK);
     request->replied = true;
+    bd_shard_go_on(request);
     enum MHD_Result result = MHD_queue_response(request->connection, MHD_HTTP_OK, response);
     MHD_destroy_response(response);
     return result;

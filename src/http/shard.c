@@ -1,6 +1,12 @@
-/* shard.c - one listener's loop: epoll over libmicrohttpd's own epoll descriptor, the mailbox and
- * the sockets of waiting clients. Threads: init, start and deinit by the builder, the rest on the
- * shard's thread.
+/* shard.c - one listener's loop: libmicrohttpd's epoll, in which the mailbox is too, and an epoll
+ * of our own over the sockets of all clients. Threads: init, start and deinit by the builder, the
+ * rest on the shard's thread.
+ *
+ * A request whose answer is made elsewhere waits for it. Suspending its connection costs two
+ * changes of the library's epoll and a read in vain, more than all else that an answer needs from
+ * the kernel, so that a request stays in place for its first looks and the first milliseconds: the
+ * library then calls the handler with every run, and the loop sleeps although the library says that
+ * it has something to do.
  *
  * A suspended connection is blind: libmicrohttpd neither times it out nor sees its client leave. So
  * every socket is watched here for EPOLLRDHUP, which also fires for a half-close: while a request
@@ -12,6 +18,7 @@
 #include <errno.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -26,19 +33,20 @@
 enum {
     SWEEP_US = 250000,
     LEFT_SWEEP_US = 2000, /* after somebody left */
+    LEAVERS_US = 1000,    /* between looks for those who left, when there is other work */
     WAIT_MS_MAX = 1000,
     EVENTS_MAX = 128,
-    RUNS_MAX = 8,          /* of the library in a turn, while it has more to do */
+    /* With 128 events at once 0.9.75 goes back to sleep before it handles them: only with fewer
+     * connections may it sleep itself. */
+    WAIT_INSIDE_MAX = 100,
     LEFT_US_MAX = 5000000, /* to an end that the library was told of */
     CLOSE_SECONDS_MAX = 3,
+    IN_PLACE_MS = 10,
+    LOOKS_MAX = 4,   /* of a request in place, before it is suspended */
     WAKE_EVERY = 32, /* requests of a turn */
     BACKLOG = 1024,
     EXCESS_SECONDS = 2 /* for the head of a request that is refused anyway */
 };
-
-/* epoll data of what is not a watch; watches have a generation, which is never 0, in the upper
- * half. */
-enum { TAG_LIBRARY = 0, TAG_MAILBOX = 1 };
 
 /* ---- connections ---- */
 
@@ -187,15 +195,50 @@ static void on_library_log(void *cls, const char *format, va_list args) {
 
 /* ---- parking, waking, watching ---- */
 
-void bd_shard_park(bd_request *request) {
+void bd_shard_moved(bd_conn *conn) {
+    bd_shard *shard = conn->shard;
+    if (conn->moved_in == shard->run) return;
+    conn->moved_in = shard->run;
+    shard->moved++;
+    shard->worked = true;
+}
+
+static void rest(bd_conn *conn) {
+    if (conn->moved_in != conn->shard->run) return;
+    conn->moved_in = 0;
+    conn->shard->moved--;
+}
+
+static bool has_patience(bd_request *request) {
+    if (request->looks == LOOKS_MAX || !request->shard->patient) return false;
+    request->looks++;
+    return true;
+}
+
+static void set_in_place(bd_request *request, bool in_place) {
+    if (in_place && !request->in_place) request->shard->in_place++;
+    if (!in_place && request->in_place) request->shard->in_place--;
+    request->in_place = in_place;
+}
+
+void bd_shard_park(bd_request *request, bool may_stay) {
     if (!request->active) atomic_fetch_add(&request->shard->server->active_count, 1);
     request->active = true;
-    request->parked = true;
     bd_shard_watch(request->conn);
+    rest(request->conn);
+    set_in_place(request, may_stay && has_patience(request));
+    if (request->in_place) return;
+    request->parked = true;
     MHD_suspend_connection(request->connection);
 }
 
+void bd_shard_go_on(bd_request *request) {
+    bd_shard_moved(request->conn);
+    set_in_place(request, false);
+}
+
 static void wake(bd_request *request) {
+    request->shard->news = true;
     if (!request->parked || !request->connection) return;
     request->parked = false;
     MHD_resume_connection(request->connection);
@@ -295,39 +338,66 @@ static void sweep(bd_shard *shard, uint64_t now_us) {
     }
 }
 
+/* ---- the loop ---- */
+
+/* While requests stay in place the library always says 0. Then it has more to do if a connection
+ * has moved in its last run; the one thing that does not show, the rest of a head that filled the
+ * buffer, waits with them. */
 static uint64_t library_wait_ms(bd_shard *shard) {
     MHD_UNSIGNED_LONG_LONG library_ms = WAIT_MS_MAX;
+    if (shard->in_place > 0) return shard->moved > 0 ? 0 : IN_PLACE_MS;
     return MHD_get_timeout(shard->daemon, &library_ms) == MHD_YES ? library_ms : WAIT_MS_MAX;
 }
 
-static int wait_ms(bd_shard *shard, uint64_t now_us) {
-    uint64_t library_ms = library_wait_ms(shard), own_ms = WAIT_MS_MAX;
-    if (shard->conn_count > 0)
-        own_ms = shard->sweep_at_us > now_us ? (shard->sweep_at_us - now_us) / 1000 + 1 : 0;
-    return (int)(library_ms < own_ms ? library_ms : own_ms);
+static uint64_t own_wait_ms(const bd_shard *shard) {
+    if (shard->news) return 0;
+    if (shard->conn_count == 0) return WAIT_MS_MAX;
+    return shard->sweep_at_us > shard->now_us ? (shard->sweep_at_us - shard->now_us) / 1000 + 1 : 0;
 }
 
-/* ---- the loop ---- */
+/* Sleeps until the library has something to do, without it. */
+static void wait_outside(bd_shard *shard, uint64_t ms) {
+    uint64_t library_ms = library_wait_ms(shard);
+    struct pollfd library = {.fd = shard->library_fd, .events = POLLIN};
+    if (library_ms < ms) ms = library_ms;
+    if (ms > 0 && poll(&library, 1, (int)ms) == 0) shard->patient = false;
+}
 
-static void turn(bd_shard *shard) {
+/* Its sleep in its own epoll_wait saves one look at the descriptors. What TLS has already decrypted
+ * no descriptor shows, hence nobody in place. */
+static void run_library(bd_shard *shard) {
+    uint64_t ms = own_wait_ms(shard);
+    bool inside = shard->in_place == 0 && shard->conn_count < WAIT_INSIDE_MAX;
+    shard->patient = !shard->server->tls;
+    if (!inside && ms > 0) wait_outside(shard, ms);
+    shard->news = shard->worked = false;
+    shard->moved = 0;
+    shard->run++;
+    (void)MHD_run_wait(shard->daemon, inside ? (int32_t)ms : 0);
+    wake_sched(shard);
+    shard->submitted = 0;
+}
+
+static void look_for_leavers(bd_shard *shard) {
     struct epoll_event events[EVENTS_MAX];
-    int count = epoll_wait(shard->epoll_fd, events, EVENTS_MAX, wait_ms(shard, bd_now_us()));
-    read_mailbox(shard);
+    int count = epoll_wait(shard->epoll_fd, events, EVENTS_MAX, 0);
     for (int i = 0; i < count; i++)
-        if (events[i].data.u64 >> 32 != 0) client_left(shard, events[i].data.u64);
-    uint64_t now_us = bd_now_us();
+        client_left(shard, events[i].data.u64);
+}
+
+/* The library is run again as long as anything is new: an answer takes it two or three runs. */
+static void turn(bd_shard *shard) {
+    run_library(shard);
+    read_mailbox(shard);
+    uint64_t now_us = shard->now_us = bd_now_us();
+    bool woken_for_nothing = !shard->worked && !shard->news;
+    if (woken_for_nothing || now_us >= shard->leavers_at_us) {
+        shard->leavers_at_us = now_us + LEAVERS_US;
+        look_for_leavers(shard);
+    }
     if (now_us >= shard->sweep_at_us) {
         shard->sweep_at_us = now_us + SWEEP_US;
         sweep(shard, now_us);
-    }
-    /* An answer takes the library three runs: the handler, the sending, the look for the next
-     * request. No need to look at all descriptors in between. */
-    for (int runs = 1; runs <= RUNS_MAX; runs++) {
-        (void)MHD_run(shard->daemon);
-        wake_sched(shard);
-        shard->submitted = 0;
-        if (library_wait_ms(shard) > 0) break;
-        read_mailbox(shard);
     }
 }
 
@@ -348,6 +418,7 @@ static void close_all(bd_shard *shard) {
     }
     while (shard->conn_count > 0 && bd_now_us() < give_up_us)
         turn(shard);
+    BD_ASSERT(shard->conn_count > 0 || shard->in_place == 0);
 }
 
 static void *run(void *arg) {
@@ -398,11 +469,12 @@ static bd_status start_daemon(bd_shard *shard, bd_error *err) {
         MHD_OPTION_HTTPS_PRIORITIES, BD_TLS_PRIORITIES, MHD_OPTION_END);
     if (!shard->daemon) return bd_fail(err, BD_E_IO, shard->name, "libmicrohttpd did not start");
     const union MHD_DaemonInfo *info = MHD_get_daemon_info(shard->daemon, MHD_DAEMON_INFO_EPOLL_FD);
-    struct epoll_event library = {.events = EPOLLIN, .data.u64 = TAG_LIBRARY};
-    struct epoll_event mailbox = {.events = EPOLLIN, .data.u64 = TAG_MAILBOX};
-    if (info && epoll_ctl(shard->epoll_fd, EPOLL_CTL_ADD, info->epoll_fd, &library) == 0 &&
-        epoll_ctl(shard->epoll_fd, EPOLL_CTL_ADD, bd_mailbox_eventfd(shard->mailbox), &mailbox) ==
-            0)
+    /* The library passes over events without a pointer: they only end its sleep. */
+    struct epoll_event mailbox = {.events = EPOLLIN | EPOLLET}, watches = {.events = EPOLLIN};
+    if (info) shard->library_fd = info->epoll_fd;
+    bd_mailbox_use_edges(shard->mailbox);
+    if (info && epoll_ctl(info->epoll_fd, EPOLL_CTL_ADD, shard->epoll_fd, &watches) == 0 &&
+        epoll_ctl(info->epoll_fd, EPOLL_CTL_ADD, bd_mailbox_eventfd(shard->mailbox), &mailbox) == 0)
         return BD_OK;
     return bd_fail_errno(err, BD_E_IO, shard->name, errno, "epoll_ctl failed");
 }

@@ -14,6 +14,7 @@
 
 struct bd_openai {
     bd_router *router;
+    uint64_t serial;               /* of this process, from 1 */
     struct sha256_ctx fingerprint; /* of everything but the variant */
     bd_chat_book *chats;
     bd_strbuf tokenizer_info; /* empty: none */

@@ -8,7 +8,8 @@
 
 #include "bitdelta/base/json_scan.h"
 
-enum { FIELDS_MAX = 64, KEY_BYTES_MAX = 40 };
+/* With its block's header a size that malloc has at hand. */
+enum { FIELDS_MAX = 64, KEY_BYTES_MAX = 40, ARENA_BLOCK_BYTES = 960 };
 
 bool bd_out_of_memory(bd_api_error *err) {
     return bd_api_fail(err, BD_API_INTERNAL, NULL, "The server is out of memory.");
@@ -34,7 +35,7 @@ bool bd_body_open(const char *body, size_t bytes, bd_view *root, bd_arena **aren
     /* Decoded strings and id lists are at most 4 times the text ("[1,1,..." is two bytes for a four
      * byte id). The rest is for what is kept of a thousand choices. */
     size_t max_bytes = bytes > SIZE_MAX / 16 ? SIZE_MAX / 2 : bytes * 8 + ((size_t)2 << 20);
-    *arena = bd_arena_create(1024, max_bytes);
+    *arena = bd_arena_create(ARENA_BLOCK_BYTES, max_bytes);
     if (!*arena) return bd_out_of_memory(err);
     return true;
 }

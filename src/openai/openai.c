@@ -2,6 +2,7 @@
  * see openai.h. */
 #include <inttypes.h>
 #include <nettle/version.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
@@ -35,6 +36,8 @@ bd_status bd_openai_create(const bd_openai_options *options, bd_openai **out, bd
     *out = NULL;
     bd_openai *openai = calloc(1, sizeof *openai);
     if (!openai) return bd_fail(err, BD_E_MEMORY, "openai", "out of memory");
+    static atomic_uint_fast64_t serials;
+    openai->serial = 1 + atomic_fetch_add(&serials, 1);
     openai->router = options->router;
     openai->response_bytes_max =
         options->response_bytes_max > 0 ? options->response_bytes_max : (size_t)256 << 20;
@@ -74,13 +77,35 @@ static void end_hex(struct sha256_ctx *hash, char *out, size_t digits) {
     bd_openai_hex(digest, digits, out);
 }
 
-/* The name is no part: it changes no result. */
-void bd_openai_fingerprint(const bd_openai *openai, const bd_served *served, char out[24]) {
+/* Each thread keeps the last ones that it made: most requests are for few variants. */
+enum { KEPT_FINGERPRINTS = 16 };
+typedef struct kept_fingerprint {
+    uint64_t serial; /* of the bd_openai; 0: none yet */
+    uint8_t digest[32], files_digest[32];
+    char text[24];
+} kept_fingerprint;
+static _Thread_local kept_fingerprint kept_fingerprints[KEPT_FINGERPRINTS];
+
+static void make_fingerprint(const bd_openai *openai, const bd_served *served, char out[24]) {
     struct sha256_ctx hash = openai->fingerprint;
     sha256_update(&hash, sizeof served->digest, served->digest);
     sha256_update(&hash, sizeof served->files_digest, served->files_digest);
     memcpy(out, "fp_", 3);
     end_hex(&hash, out + 3, 16);
+}
+
+/* The name is no part: it changes no result. */
+void bd_openai_fingerprint(const bd_openai *openai, const bd_served *served, char out[24]) {
+    kept_fingerprint *kept = &kept_fingerprints[served->digest[0] % KEPT_FINGERPRINTS];
+    if (kept->serial != openai->serial ||
+        memcmp(kept->digest, served->digest, sizeof kept->digest) != 0 ||
+        memcmp(kept->files_digest, served->files_digest, sizeof kept->files_digest) != 0) {
+        kept->serial = openai->serial;
+        memcpy(kept->digest, served->digest, sizeof kept->digest);
+        memcpy(kept->files_digest, served->files_digest, sizeof kept->files_digest);
+        make_fingerprint(openai, served, kept->text);
+    }
+    memcpy(out, kept->text, sizeof kept->text);
 }
 
 /* The kernel is asked for the bytes of several ids at once: each call costs as much as making an id

@@ -453,8 +453,9 @@ def test_answer_members(server):
     assert answer["object"] == "text_completion" and abs(answer["created"] - time.time()) < 60
     assert sorted(answer["choices"][0]) == ["finish_reason", "index", "logprobs", "stop_reason", "text"]
     assert answer["choices"][0]["logprobs"] is None
-    prints = {model: server.complete("x", model, max_tokens=1)["system_fingerprint"] for model in MODELS[:4]}
-    assert len(set(prints.values())) == 4 and prints[BASE] == answer["system_fingerprint"] and answer["system_fingerprint"].startswith("fp_")
+    prints = {model: server.complete("x", model, max_tokens=1)["system_fingerprint"] for model in MODELS}
+    again = {model: server.complete("x", model, max_tokens=1)["system_fingerprint"] for model in MODELS[::-1]}
+    assert len(set(prints.values())) == len(MODELS) and again == prints and prints[BASE] == answer["system_fingerprint"] and answer["system_fingerprint"].startswith("fp_")
 
 
 def test_order_of_checks(server):

@@ -134,15 +134,23 @@ static bool turn(bd_engine *engine) {
     return true;
 }
 
+/* As the engine does: without a limit when there is nothing to wait for. */
+static void wait_for_work(bd_engine *engine) {
+    uint64_t now_us = bd_now_us(), wake_us = UINT64_MAX;
+    if (engine->options.hooks.next_wake_us)
+        wake_us = engine->options.hooks.next_wake_us(engine->options.hooks.ctx, now_us);
+    if (engine->first && engine->next_step_us < wake_us) wake_us = engine->next_step_us;
+    uint64_t timeout_us = wake_us == UINT64_MAX ? UINT64_MAX : 0;
+    if (wake_us != UINT64_MAX && wake_us > now_us) timeout_us = wake_us - now_us;
+    bd_mailbox_wait(engine->inbox, timeout_us);
+}
+
 static void *run(void *arg) {
     bd_engine *engine = arg;
     (void)pthread_setname_np(pthread_self(), "bd-sched");
     atomic_store(&engine->owner, (int32_t)gettid());
     while (!atomic_load(&engine->stopping)) {
-        if (turn(engine)) continue;
-        uint64_t now_us = bd_now_us(), wake_us = now_us + 100000;
-        if (engine->first && engine->next_step_us < wake_us) wake_us = engine->next_step_us;
-        bd_mailbox_wait(engine->inbox, wake_us > now_us ? wake_us - now_us : 0);
+        if (!turn(engine)) wait_for_work(engine);
     }
     atomic_store(&engine->owner, 0);
     return NULL;

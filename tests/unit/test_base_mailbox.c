@@ -5,6 +5,8 @@
 #include <poll.h>
 #include <pthread.h>
 #include <stdatomic.h>
+#include <sys/epoll.h>
+#include <unistd.h>
 
 #include "bitdelta/base/clock.h"
 #include "bitdelta/base/mailbox.h"
@@ -37,10 +39,30 @@ static void *post_all(void *arg) {
     return NULL;
 }
 
-static void run_posters(size_t count_max, bool with_eventfd) {
+typedef enum waiting { FUTEX, EVENTFD, EDGES } waiting;
+
+static int watch_edges(bd_mailbox *box) {
+    struct epoll_event event = {.events = EPOLLIN | EPOLLET};
+    bd_mailbox_use_edges(box);
+    int fd = epoll_create1(0);
+    assert_true(fd >= 0);
+    assert_int_equal(epoll_ctl(fd, EPOLL_CTL_ADD, bd_mailbox_eventfd(box), &event), 0);
+    return fd;
+}
+
+static void wait_for_post(bd_mailbox *box, waiting how, int edges) {
+    struct pollfd entry = {.fd = bd_mailbox_eventfd(box), .events = POLLIN};
+    struct epoll_event event;
+    if (how == FUTEX) bd_mailbox_wait(box, 20000000);
+    if (how == EVENTFD) assert_int_equal(poll(&entry, 1, 20000), 1);
+    if (how == EDGES) assert_int_equal(epoll_wait(edges, &event, 1, 20000), 1);
+}
+
+static void run_posters(size_t count_max, waiting how) {
     bd_mailbox *box;
     bd_error err;
-    assert_int_equal(bd_mailbox_create(&box, count_max, with_eventfd, &err), BD_OK);
+    assert_int_equal(bd_mailbox_create(&box, count_max, how != FUTEX, &err), BD_OK);
+    int edges = how == EDGES ? watch_edges(box) : -1;
     poster posters[POSTERS];
     for (uint32_t p = 0; p < POSTERS; p++) {
         posters[p] = (poster){.box = box, .notes = calloc(PER_POSTER, sizeof(note))};
@@ -53,12 +75,7 @@ static void run_posters(size_t count_max, bool with_eventfd) {
     }
     uint32_t next[POSTERS] = {0}, total = 0;
     while (total < POSTERS * PER_POSTER) {
-        if (with_eventfd) {
-            struct pollfd entry = {.fd = bd_mailbox_eventfd(box), .events = POLLIN};
-            assert_int_equal(poll(&entry, 1, 20000), 1);
-        } else {
-            bd_mailbox_wait(box, 20000000);
-        }
+        wait_for_post(box, how, edges);
         uint32_t batch = 0;
         for (const bd_message *m = bd_mailbox_take(box); m; m = m->next) {
             const note *got = note_of(m);
@@ -74,22 +91,29 @@ static void run_posters(size_t count_max, bool with_eventfd) {
         free(posters[p].notes);
     }
     assert_null(bd_mailbox_take(box));
+    if (edges >= 0) close(edges);
     bd_mailbox_destroy(box);
 }
 
 static void test_futex(void **state) {
     (void)state;
-    run_posters(0, false);
+    run_posters(0, FUTEX);
 }
 
 static void test_bounded(void **state) {
     (void)state;
-    run_posters(7, false);
+    run_posters(7, FUTEX);
 }
 
 static void test_eventfd(void **state) {
     (void)state;
-    run_posters(100, true);
+    run_posters(100, EVENTFD);
+}
+
+static void test_edges(void **state) {
+    (void)state;
+    run_posters(100, EDGES);
+    run_posters(7, EDGES);
 }
 
 static void test_bound(void **state) {
@@ -187,8 +211,9 @@ static void test_quiet(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_futex),   cmocka_unit_test(test_bounded),
-        cmocka_unit_test(test_eventfd), cmocka_unit_test(test_bound),
-        cmocka_unit_test(test_wake),    cmocka_unit_test(test_quiet),
+        cmocka_unit_test(test_eventfd), cmocka_unit_test(test_edges),
+        cmocka_unit_test(test_bound),   cmocka_unit_test(test_wake),
+        cmocka_unit_test(test_quiet),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

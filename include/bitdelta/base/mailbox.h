@@ -28,7 +28,10 @@ bd_message *bd_mailbox_take(bd_mailbox *box);
 /* Owner thread: sleep until something is posted, wake() is called or timeout_us passed. May return
  * early. */
 void bd_mailbox_wait(bd_mailbox *box, uint64_t timeout_us);
-void bd_mailbox_wake(bd_mailbox *box);         /* any thread */
+void bd_mailbox_wake(bd_mailbox *box); /* any thread */
+/* The owner waits for each new signal on the eventfd (EPOLLET), so that nothing has to be read from
+ * it. Before the first post. */
+void bd_mailbox_use_edges(bd_mailbox *box);
 int bd_mailbox_eventfd(const bd_mailbox *box); /* -1 without one */
 
 #endif
