@@ -34,6 +34,7 @@ typedef struct option_row {
     const char *fallback_note; /* what the default means, for people */
     const char *help;
     bool required, secret, may_be_empty;
+    bool is_key; /* goes through a header: STRING, STRINGS */
     uint16_t
         at[BD_COMMAND_COUNT]; /* offset in the command's struct plus one; 0: not an option of it */
 } option_row;

@@ -115,10 +115,26 @@ static bd_status parse_enum(const option_row *row, uint32_t *field, const char *
                    place->label, text, known);
 }
 
+/* A header loses spaces at its ends and ends with the line: often a key was read from a file with
+ * the end of its line. */
+static bool can_be_sent(const char *key) {
+    enum { SENT_BYTES_MAX = 4096 };
+    const size_t len = strlen(key);
+    for (const char *p = key; *p; p++)
+        if ((unsigned char)*p < ' ' || *p == 0x7f) return false;
+    return len <= SENT_BYTES_MAX && key[0] != ' ' && (len == 0 || key[len - 1] != ' ');
+}
+
 static bd_status check_string(const option_row *row, const char *text, const value_place *place,
                               bd_error *err) {
     if (!*text && !row->may_be_empty) {
         return bd_fail(err, BD_E_ARGUMENT, place->subject, "%s: empty", place->label);
+    }
+    if (row->is_key && !can_be_sent(text)) {
+        return bd_fail(err, BD_E_ARGUMENT, place->subject,
+                       "%s: no client can send this key: it has over 4096 bytes, a control "
+                       "character (a line end?) or a space at an end",
+                       place->label);
     }
     size_t len = strlen(text);
     if (row->type != OPTION_PATH && bd_utf8_valid_prefix(text, len) != len) {

@@ -220,6 +220,11 @@ static void test_wrong_usage(void **state) {
         {"serve --base x --variant y=", "--variant", "needs a name"},
         {"serve --base x --variant y=1 --variant y=2", "--variant", "\"y\" is given twice"},
         {"serve --base x --api-key=", "--api-key", "empty"},
+        {"serve --base x --api-key k\n", "--api-key", "no client can send"},
+        {"serve --base x --api-key ok --api-key ~k", "--api-key", "no client can send"},
+        {"serve --base x --api-key k~", "--api-key", "no client can send"},
+        {"serve --base x --admin-key k\tk", "--admin-key", "no client can send"},
+        {"serve --base x --admin-key \x7f", "--admin-key", "no client can send"},
         {"serve --base x --base-name \xff", "--base-name", "UTF-8"},
         {"serve --base x --listen 8080", "--listen", "HOST:PORT"},
         {"serve --base x --listen :8080", "--listen", "HOST:PORT"},
@@ -389,6 +394,19 @@ static void test_environment(void **state) {
     assert_string_equal(err.subject, "BITDELTA_LOG");
     assert_false(inv.wrong_usage); /* the environment is at fault: exit status 1 */
     clear_environment();
+    /* From a file, with the end of its line. */
+    setenv("BITDELTA_API_KEY", "key\r\n", 1);
+    assert_int_equal(parse(&inv, "serve --base x", &err), BD_E_ARGUMENT);
+    assert_string_equal(err.subject, "BITDELTA_API_KEY");
+    assert_null(strstr(err.message, "key\r"));
+    char many[4098] = "";
+    memset(many, 'k', sizeof many - 1);
+    setenv("BITDELTA_API_KEY", many, 1);
+    assert_int_equal(parse(&inv, "serve --base x", &err), BD_E_ARGUMENT);
+    many[4096] = '\0';
+    setenv("BITDELTA_API_KEY", many, 1);
+    parse_ok(&inv, "serve --base x");
+    bd_invocation_deinit(&inv);
     /* An empty key does not open the server. */
     const char *const keys[] = {"BITDELTA_API_KEY", "BITDELTA_ADMIN_KEY"};
     for (size_t i = 0; i < 2; i++) {
