@@ -383,6 +383,8 @@ static void run_lanes(bench *b) {
     show_ratio("host memory / one copy", &l[HOST], &l[COPY], NULL, b->rounds);
     show_ratio("page cache, pread / the threads reading", &l[PAGES_PREAD], &l[READ_PAGES], NULL,
                b->rounds);
+    show_ratio("page cache, io_uring / the threads reading", &l[PAGES_URING], &l[READ_PAGES], NULL,
+               b->rounds);
     show_ratio("page cache, pread / lesser of reading, copy", &l[PAGES_PREAD], &l[READ_PAGES],
                &l[COPY], b->rounds);
     show_ratio("page cache, io_uring / lesser of the same", &l[PAGES_URING], &l[READ_PAGES],

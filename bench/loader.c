@@ -2,17 +2,16 @@
  * the same shape that check and keep nothing. Rounds alternate between the readers, because disks
  * shared with others vary by the minute.
  *
- *   cc -O2 -D_GNU_SOURCE -Iinclude -Isrc bench/loader.c build/libbd_loader.a build/libbd_base.a \
- *       -luring -lxxhash -lpthread -lm -o bench_loader
- *   ./bench_loader FILE [--mib 4096] [--rounds 5] [--depth 8] [--block-mib 4] [--threads 8]
- *       [--fio 1] [--first-round 0]
+ *   bench_loader FILE [--mib 4096] [--rounds 5] [--depth 8] [--block-mib 4] [--threads 8]
+ *       [--copy 1] [--fio 1] [--first-round 0]
  *
  * FILE is written with random bytes first unless it has the size already; its sums are kept in
  * FILE.sums. Readers: fio (io_uring, same block and depth; --fio 1), raw-uring (one ring,
  * registered buffers) and raw-pread (threads; without --fio), uring and pread (the loader: chunk
- * sums checked, bytes copied to pages). All of them use O_DIRECT. CSV:
- * reader,round,mib,seconds,gb_per_s,cpu_s; medians go to stderr. bench/loader.sh runs it against
- * fio. */
+ * sums checked, bytes copied to pages by whoever read them, or with --copy 0 fed in order and taken
+ * from where they are, as by a device). All of them use O_DIRECT where the file system has it; a
+ * FILE on a tmpfs is page cache. CSV: reader,round,mib,seconds,gb_per_s,cpu_s; medians go to
+ * stderr, and those of the rounds' ratios to raw-pread. bench/loader.sh runs it against fio. */
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -35,12 +34,14 @@
 
 typedef struct bench {
     const char *path;
-    uint64_t mib, rounds, depth, block_mib, threads, fio, first_round;
+    uint64_t mib, rounds, depth, block_mib, threads, copy, fio, first_round;
     uint64_t bytes, block_bytes;
     bd_delta delta;
     bd_delta_file file;
     uint64_t *sums;
-    uint8_t *memory; /* of the pages */
+    uint8_t *memory;       /* of the pages */
+    uint8_t *staging;      /* of the plain loops */
+    bd_loader *loaders[3]; /* by bd_io_choice */
     void **pages;
     uint32_t page_count;
 } bench;
@@ -74,11 +75,18 @@ static void write_file(const bench *b) {
     free(chunk);
 }
 
-/* Sums of what is on disk; O_DIRECT, so that no reader finds the file in the page cache. */
+/* O_DIRECT, so that no reader finds a file of a disk in the page cache. */
+static int open_direct(const bench *b) {
+    int fd = open(b->path, O_RDONLY | O_CLOEXEC | O_DIRECT);
+    if (fd < 0 && errno == EINVAL) fd = open(b->path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) die(b->path);
+    return fd;
+}
+
 static void sum_file(bench *b) {
     void *chunk = NULL;
-    int fd = open(b->path, O_RDONLY | O_CLOEXEC | O_DIRECT);
-    if (fd < 0 || !b->sums || posix_memalign(&chunk, 4096, BD_DELTA_CHUNK_BYTES) != 0) die(b->path);
+    int fd = open_direct(b);
+    if (!b->sums || posix_memalign(&chunk, 4096, BD_DELTA_CHUNK_BYTES) != 0) die(b->path);
     for (uint32_t i = 0; i < b->file.chunk_count; i++) {
         if (read(fd, chunk, BD_DELTA_CHUNK_BYTES) != BD_DELTA_CHUNK_BYTES) die(b->path);
         b->sums[i] = XXH3_64bits(chunk, BD_DELTA_CHUNK_BYTES);
@@ -140,7 +148,8 @@ static void make_delta(bench *b) {
 
 struct bd_overlay_feed {
     void *const *pages;
-    uint64_t fed, bytes;
+    _Atomic uint64_t fed;
+    uint64_t bytes;
 };
 
 static bd_status plan_create(void *ctx, const bd_delta *delta, bd_overlay_plan *out,
@@ -174,17 +183,17 @@ static void overlay_destroy(bd_overlay *overlay) {
 
 static bd_status feed_create(void *ctx, const bd_overlay_plan *plan, void *const *pages,
                              bd_overlay_feed **out, bd_error *err) {
-    (void)ctx;
     *out = calloc(1, sizeof **out);
     if (!*out) return bd_fail(err, BD_E_MEMORY, "feed", "out of memory");
-    **out = (bd_overlay_feed){.pages = pages, .bytes = plan->pieces[0].bytes};
+    (*out)->pages = ctx ? pages : NULL;
+    (*out)->bytes = plan->pieces[0].bytes;
     return BD_OK;
 }
 
 static bd_status feed_bytes(bd_overlay_feed *feed, uint32_t file_index, uint64_t from,
                             const uint8_t *data, uint64_t bytes, bd_error *err) {
     (void)file_index, (void)err;
-    for (uint64_t done = 0; done < bytes;) {
+    for (uint64_t done = 0; feed->pages && done < bytes;) {
         uint64_t at = (from + done) % PAGE_BYTES, part = PAGE_BYTES - at;
         if (part > bytes - done) part = bytes - done;
         memcpy((uint8_t *)feed->pages[(from + done) / PAGE_BYTES] + at, data + done, part);
@@ -195,56 +204,57 @@ static bd_status feed_bytes(bd_overlay_feed *feed, uint32_t file_index, uint64_t
 }
 
 static uint32_t feed_ready(const bd_overlay_feed *feed) {
-    return feed->fed == feed->bytes;
+    return atomic_load(&((bd_overlay_feed *)(uintptr_t)feed)->fed) == feed->bytes;
 }
 
 static void feed_destroy(bd_overlay_feed *feed) {
     free(feed);
 }
 
-static bd_status check_chunk(const bd_delta *delta, uint32_t file_index, uint32_t chunk,
-                             const void *data, size_t bytes, bd_error *err) {
-    const bd_delta_file *file = &delta->files[file_index];
-    if (XXH3_64bits(data, bytes) == file->chunk_xxh3[chunk]) return BD_OK;
-    return bd_fail(err, BD_E_CORRUPT, file->name, "chunk %" PRIu32 " is damaged", chunk);
-}
-
 static bd_status verify_file(const bd_delta *delta, uint32_t file_index, bd_error *err) {
     return bd_fail(err, BD_E_UNSUPPORTED, delta->files[file_index].name, "blocks under 4 MiB");
 }
 
-static void load_with(bench *b, bd_io_choice io) {
-    static const bd_loader_source source = {.plan_create = plan_create,
-                                            .plan_destroy = plan_destroy,
-                                            .overlay_create = overlay_create,
-                                            .overlay_destroy = overlay_destroy,
-                                            .feed_create = feed_create,
-                                            .feed_bytes = feed_bytes,
-                                            .feed_ready = feed_ready,
-                                            .feed_destroy = feed_destroy,
-                                            .check_chunk = check_chunk,
-                                            .verify_file = verify_file};
+/* Made once, as a server's is. */
+static void open_loader(bench *b, bd_io_choice io) {
+    const bd_loader_source source = {.ctx = b->copy ? b : NULL,
+                                     .feeds_anywhere = b->copy,
+                                     .plan_create = plan_create,
+                                     .plan_destroy = plan_destroy,
+                                     .overlay_create = overlay_create,
+                                     .overlay_destroy = overlay_destroy,
+                                     .feed_create = feed_create,
+                                     .feed_bytes = feed_bytes,
+                                     .feed_ready = feed_ready,
+                                     .feed_destroy = feed_destroy,
+                                     .check_chunk = bd_delta_check_chunk,
+                                     .verify_file = verify_file};
     const bd_loader_options options = {.io = io,
                                        .read_threads = (uint32_t)b->threads,
                                        .block_bytes = (uint32_t)b->block_bytes,
                                        .depth = (uint32_t)b->depth,
                                        .loads_in_parallel = 1};
-    bd_loader *loader = NULL;
+    bd_error err = {0};
+    if (bd_loader_create_with(&options, &source, &b->loaders[io], &err) != BD_OK) {
+        fprintf(stderr, "bench_loader: %s: %s\n", err.subject, err.message);
+        exit(1);
+    }
+}
+
+static void load_with(bench *b, bd_io_choice io) {
     bd_error err = {0};
     bd_load load = {.delta = &b->delta, .pages = b->pages, .page_count = b->page_count};
-    if (bd_loader_create_with(&options, &source, &loader, &err) != BD_OK ||
-        bd_loader_submit(loader, &load, &err) != BD_OK) {
+    if (bd_loader_submit(b->loaders[io], &load, &err) != BD_OK) {
         fprintf(stderr, "bench_loader: %s: %s\n", err.subject, err.message);
         exit(1);
     }
     while (!bd_load_finished(&load))
-        usleep(1000);
+        usleep(200);
     if (load.status != BD_OK) {
         fprintf(stderr, "bench_loader: %s: %s\n", load.error.subject, load.error.message);
         exit(1);
     }
     overlay_destroy(load.overlay);
-    bd_loader_destroy(loader);
 }
 
 static void read_uring(bench *b) {
@@ -257,22 +267,9 @@ static void read_pread(bench *b) {
 
 /* ---- plain loops ---- */
 
-static uint8_t *staging_make(const bench *b) {
-    uint8_t *memory = mmap(NULL, b->depth * b->block_bytes, PROT_READ | PROT_WRITE,
-                           MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) die("memory for staging");
-    return memory;
-}
-
-static int open_direct(const bench *b) {
-    int fd = open(b->path, O_RDONLY | O_CLOEXEC | O_DIRECT);
-    if (fd < 0) die(b->path);
-    return fd;
-}
-
 static void raw_uring(bench *b) {
     int fd = open_direct(b);
-    uint8_t *staging = staging_make(b);
+    uint8_t *staging = b->staging;
     struct io_uring ring;
     const struct iovec whole = {staging, b->depth * b->block_bytes};
     errno = -io_uring_queue_init((unsigned)b->depth, &ring, 0);
@@ -303,7 +300,6 @@ static void raw_uring(bench *b) {
         }
     }
     io_uring_queue_exit(&ring);
-    munmap(staging, b->depth * b->block_bytes);
     close(fd);
 }
 
@@ -328,7 +324,7 @@ static void raw_pread(bench *b) {
     raw_reader readers[1024];
     _Atomic uint64_t next = 0;
     int fd = open_direct(b);
-    uint8_t *staging = staging_make(b);
+    uint8_t *staging = b->staging;
     uint64_t count = b->threads < b->depth ? b->threads : b->depth;
     for (uint64_t i = 0; i < count; i++) {
         readers[i] = (raw_reader){b, staging + i * b->block_bytes, &next, fd};
@@ -336,7 +332,6 @@ static void raw_pread(bench *b) {
     }
     for (uint64_t i = 0; i < count; i++)
         pthread_join(threads[i], NULL);
-    munmap(staging, b->depth * b->block_bytes);
     close(fd);
 }
 
@@ -384,7 +379,7 @@ enum { READERS = 5, ROUNDS_MAX = 100 };
 typedef struct reader {
     const char *name;
     void (*run)(bench *b); /* NULL: fio */
-    double speed[ROUNDS_MAX], cpu[ROUNDS_MAX];
+    double speed[ROUNDS_MAX], cpu[ROUNDS_MAX], ratio[ROUNDS_MAX];
 } reader;
 
 static void run_one(bench *b, reader *r, uint64_t round) {
@@ -408,13 +403,19 @@ static void run_rounds(bench *b) {
     for (uint64_t round = 0; round < b->rounds; round++)
         for (uint32_t r = 0; r < count; r++) /* each is first in turn */
             run_one(b, &readers[first + (r + b->first_round + round) % count], round);
+    for (uint32_t i = first; i < first + count; i++)
+        for (uint64_t round = 0; round < b->rounds; round++)
+            readers[i].ratio[round] =
+                readers[i].speed[round] / readers[b->fio ? 0 : READERS - 1].speed[round];
     for (uint32_t i = first; i < first + count; i++) {
         reader *r = &readers[i];
+        qsort(r->ratio, b->rounds, sizeof(double), ascending);
         qsort(r->speed, b->rounds, sizeof(double), ascending);
         qsort(r->cpu, b->rounds, sizeof(double), ascending);
-        fprintf(stderr, "%-9s %.2f GB/s (%.2f to %.2f), CPU %.2f s\n", r->name,
+        fprintf(stderr, "%-9s %.2f GB/s (%.2f to %.2f), CPU %.2f s, %.3f of %s\n", r->name,
                 r->speed[b->rounds / 2], r->speed[0], r->speed[b->rounds - 1],
-                r->cpu[b->rounds / 2]);
+                r->cpu[b->rounds / 2], r->ratio[b->rounds / 2],
+                readers[b->fio ? 0 : READERS - 1].name);
     }
 }
 
@@ -429,26 +430,35 @@ static bool option(const char *name, uint64_t max, int argc, char **argv, uint64
 }
 
 int main(int argc, char **argv) {
-    static bench b = {.mib = 4096, .rounds = 5, .depth = 8, .block_mib = 4, .threads = 8};
+    static bench b = {
+        .mib = 4096, .rounds = 5, .depth = 8, .block_mib = 4, .threads = 8, .copy = 1};
     bool ok = argc >= 2 && argc % 2 == 0 && option("--mib", 1 << 20, argc, argv, &b.mib) &&
               option("--rounds", 100, argc, argv, &b.rounds) &&
               option("--depth", 1024, argc, argv, &b.depth) &&
               option("--block-mib", 256, argc, argv, &b.block_mib) &&
               option("--threads", 1024, argc, argv, &b.threads) &&
-              option("--fio", 1, argc, argv, &b.fio) &&
+              option("--copy", 1, argc, argv, &b.copy) && option("--fio", 1, argc, argv, &b.fio) &&
               option("--first-round", 1000, argc, argv, &b.first_round) && b.block_mib > 0 &&
               b.block_mib % 4 == 0 && b.mib > 0 && b.rounds > 0 && b.depth > 0 && b.threads > 0;
     if (!ok) {
         fprintf(stderr, "usage: bench_loader FILE [--mib N] [--rounds N] [--depth N] "
-                        "[--block-mib N, a multiple of 4] [--threads N] [--fio 1] "
-                        "[--first-round N]\n");
+                        "[--block-mib N, a multiple of 4] [--threads N] [--copy 0|1] "
+                        "[--fio 1] [--first-round N]\n");
         return 2;
     }
     b.path = argv[1];
     b.block_bytes = b.block_mib << 20;
     b.bytes = ((b.mib << 20) + b.block_bytes - 1) / b.block_bytes * b.block_bytes;
     make_delta(&b);
+    b.staging = mmap(NULL, b.depth * b.block_bytes, PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+    if (b.staging == MAP_FAILED) die("memory for staging");
+    open_loader(&b, BD_IO_URING);
+    open_loader(&b, BD_IO_PREAD);
     run_rounds(&b);
+    bd_loader_destroy(b.loaders[BD_IO_URING]);
+    bd_loader_destroy(b.loaders[BD_IO_PREAD]);
+    munmap(b.staging, b.depth * b.block_bytes);
     munmap(b.memory, PAGES_REAL * PAGE_BYTES);
     free(b.pages);
     free(b.sums);

@@ -436,7 +436,8 @@ static const option_row k_rows[] = {
      .min = 1,
      .max = 256,
      .fallback = "8",
-     .help = "threads that read when io_uring is not used",
+     .help = "threads that read at the same time where io_uring does not (files in memory, "
+             "io pread), up to the 8 blocks in flight; half as many more check what was read",
      .at = {AT_SERVE(read_threads)}},
     {.flag = "read-block-bytes",
      .key = "loader.read_block_bytes",

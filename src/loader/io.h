@@ -1,7 +1,7 @@
-/* io.h - how blocks get from files into staging memory: one table, two implementations (io_uring,
- * threads with pread). One attempt per read: short counts and -errno come back as they are,
- * shard_file.c knows what they mean. Owner and only caller: the loader's thread, from create to
- * destroy (io_uring's rings want one thread). */
+/* io.h - blocks from files into staging memory through one io_uring. One attempt per read: short
+ * counts and -errno come back as they are, shard_file.c knows what they mean. Where there is no
+ * ring, or a file that is read as fast by a thread, workers.h reads. Owner and only caller: the
+ * loader's thread, from create to destroy (rings want one thread). */
 #ifndef BITDELTA_SRC_LOADER_IO_H
 #define BITDELTA_SRC_LOADER_IO_H
 
@@ -18,36 +18,25 @@ typedef struct bd_read {
     int32_t result; /* bytes read or -errno */
 } bd_read;
 
-typedef struct bd_io bd_io;
+typedef struct bd_ring bd_ring;
 
-typedef struct bd_io_ops {
-    const char *name;
-    void (*submit)(bd_io *io, bd_read *read); /* at most depth reads at once */
-    void (*kick)(bd_io *io);                  /* optional: starts what was submitted */
-    /* Starts what was submitted and sleeps until a read is finished or the inbox was signalled.
-     * Finished reads in any order, or NULL. */
-    bd_message *(*wait)(bd_io *io);
-    void (*destroy)(bd_io *io); /* no read may be under way */
-} bd_io_ops;
-
-struct bd_io { /* first member of each implementation */
-    const bd_io_ops *ops;
-    char note[160]; /* what could not be had, for one log line; else "" */
-};
-
-typedef struct bd_io_options {
+typedef struct bd_ring_options {
     bd_mailbox *inbox; /* with eventfd */
     uint8_t *staging;
     size_t staging_bytes;
     uint32_t depth;
-    uint32_t read_threads; /* pread only */
-    uint32_t rank;
-} bd_io_options;
+} bd_ring_options;
 
 /* BD_E_UNSUPPORTED: the kernel or a seccomp filter refuses io_uring; err says which. */
-BD_MUST_CHECK bd_status bd_io_uring_create(const bd_io_options *options, bd_io **out,
-                                           bd_error *err);
-BD_MUST_CHECK bd_status bd_io_pread_create(const bd_io_options *options, bd_io **out,
-                                           bd_error *err);
+BD_MUST_CHECK bd_status bd_ring_create(const bd_ring_options *options, bd_ring **out,
+                                       bd_error *err);
+/* What could not be had, for one log line; else "". */
+const char *bd_ring_note(const bd_ring *ring);
+void bd_ring_submit(bd_ring *ring, bd_read *read); /* at most depth reads at once */
+void bd_ring_kick(bd_ring *ring);                  /* starts what was submitted */
+/* Starts what was submitted and, if `sleep`, waits until a read is finished or the inbox was
+ * signalled. Finished reads in any order, or NULL. */
+bd_message *bd_ring_wait(bd_ring *ring, bool sleep);
+void bd_ring_destroy(bd_ring *ring); /* no read may be under way; NULL is fine */
 
 #endif

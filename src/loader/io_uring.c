@@ -10,22 +10,22 @@
 
 #include "io.h"
 
-typedef struct uring_io {
-    bd_io base;
+struct bd_ring {
     struct io_uring ring;
     bd_mailbox *inbox;
     bd_read **flying; /* [depth], packed */
     uint32_t flying_count, depth;
     bool poll_armed, fixed;
     int broken; /* -errno of a ring that stopped working; later reads fail with it */
-} uring_io;
+    char note[160];
+};
 
 static bd_message *prepend(bd_message *list, bd_read *read) {
     read->message.next = list;
     return &read->message;
 }
 
-static void forget_read(uring_io *io, const bd_read *read) {
+static void forget_read(bd_ring *io, const bd_read *read) {
     uint32_t i = 0;
     while (i < io->flying_count && io->flying[i] != read)
         i++;
@@ -33,7 +33,7 @@ static void forget_read(uring_io *io, const bd_read *read) {
     io->flying[i] = io->flying[--io->flying_count];
 }
 
-static void arm_poll(uring_io *io) {
+static void arm_poll(bd_ring *io) {
     if (io->poll_armed) return;
     struct io_uring_sqe *sqe = io_uring_get_sqe(&io->ring);
     if (!sqe) return; /* next time */
@@ -42,8 +42,7 @@ static void arm_poll(uring_io *io) {
     io->poll_armed = true;
 }
 
-static void uring_submit(bd_io *base, bd_read *read) {
-    uring_io *io = (uring_io *)base;
+void bd_ring_submit(bd_ring *io, bd_read *read) {
     BD_ASSERT(io->flying_count < io->depth);
     io->flying[io->flying_count++] = read;
     if (io->broken) return; /* wait() hands it back */
@@ -56,33 +55,33 @@ static void uring_submit(bd_io *base, bd_read *read) {
     io_uring_sqe_set_data(sqe, read);
 }
 
-static void note_result(uring_io *io, int rc) {
+static void note_result(bd_ring *io, int rc) {
     if (rc < 0 && rc != -EINTR && rc != -EAGAIN && rc != -EBUSY && rc != -ETIME) io->broken = rc;
 }
 
-static void uring_kick(bd_io *base) {
-    uring_io *io = (uring_io *)base;
+void bd_ring_kick(bd_ring *io) {
     if (!io->broken) note_result(io, io_uring_submit(&io->ring));
 }
 
 /* The kernel may still write into these reads' staging, but after this no load gets as far as using
  * any. */
-static bd_message *fail_flying(uring_io *io) {
+static bd_message *fail_flying(bd_ring *io, bool sleep) {
     bd_message *list = NULL;
     while (io->flying_count > 0) {
         bd_read *read = io->flying[--io->flying_count];
         read->result = io->broken;
         list = prepend(list, read);
     }
-    if (!list) bd_mailbox_wait(io->inbox, UINT64_MAX);
+    if (!list && sleep) bd_mailbox_wait(io->inbox, UINT64_MAX);
     return list;
 }
 
-static bd_message *uring_wait(bd_io *base) {
-    uring_io *io = (uring_io *)base;
+bd_message *bd_ring_wait(bd_ring *io, bool sleep) {
     arm_poll(io);
-    if (!io->broken) note_result(io, io_uring_submit_and_wait(&io->ring, 1));
-    if (io->broken) return fail_flying(io);
+    if (!io->broken)
+        note_result(io, sleep ? io_uring_submit_and_wait(&io->ring, 1)
+                              : io_uring_submit_and_get_events(&io->ring));
+    if (io->broken) return fail_flying(io, sleep);
     bd_message *list = NULL;
     struct io_uring_cqe *cqe;
     unsigned head, seen = 0;
@@ -101,21 +100,17 @@ static bd_message *uring_wait(bd_io *base) {
     return list;
 }
 
-static void uring_destroy(bd_io *base) {
-    uring_io *io = (uring_io *)base;
+void bd_ring_destroy(bd_ring *io) {
+    if (!io) return;
     BD_ASSERT(io->flying_count == 0);
     io_uring_queue_exit(&io->ring);
     free(io->flying);
     free(io);
 }
 
-static const bd_io_ops uring_ops = {
-    .name = "uring",
-    .submit = uring_submit,
-    .kick = uring_kick,
-    .wait = uring_wait,
-    .destroy = uring_destroy,
-};
+const char *bd_ring_note(const bd_ring *io) {
+    return io->note;
+}
 
 /* Newer flags cost fewer interrupts; older kernels answer EINVAL. */
 static int ring_init(struct io_uring *ring, uint32_t entries) {
@@ -137,24 +132,24 @@ static bd_status check_opcodes(struct io_uring *ring, bd_error *err) {
     return bd_fail(err, BD_E_UNSUPPORTED, "io_uring", "this kernel's io_uring has no plain reads");
 }
 
-static void register_staging(uring_io *io, const bd_io_options *options) {
+static void register_staging(bd_ring *io, const bd_ring_options *options) {
     const struct iovec whole = {.iov_base = options->staging, .iov_len = options->staging_bytes};
     int rc = io_uring_register_buffers(&io->ring, &whole, 1);
     io->fixed = rc == 0;
     if (rc == -ENOMEM)
         snprintf(
-            io->base.note, sizeof io->base.note,
+            io->note, sizeof io->note,
             "io_uring without registered buffers: RLIMIT_MEMLOCK is below %zu bytes of staging",
             options->staging_bytes);
     else if (rc < 0)
-        snprintf(io->base.note, sizeof io->base.note, "io_uring without registered buffers: %s",
+        snprintf(io->note, sizeof io->note, "io_uring without registered buffers: %s",
                  strerror(-rc));
 }
 
-bd_status bd_io_uring_create(const bd_io_options *options, bd_io **out, bd_error *err) {
+bd_status bd_ring_create(const bd_ring_options *options, bd_ring **out, bd_error *err) {
     *out = NULL;
     bd_status status = BD_E_MEMORY;
-    uring_io *io = calloc(1, sizeof *io);
+    bd_ring *io = calloc(1, sizeof *io);
     if (!io) return bd_fail(err, BD_E_MEMORY, "io_uring", "out of memory for the ring");
     io->flying = calloc(options->depth, sizeof(bd_read *));
     if (!io->flying) {
@@ -168,11 +163,10 @@ bd_status bd_io_uring_create(const bd_io_options *options, bd_io **out, bd_error
         goto fail_free;
     }
     if ((status = check_opcodes(&io->ring, err)) != BD_OK) goto fail_ring;
-    io->base.ops = &uring_ops;
     io->inbox = options->inbox;
     io->depth = options->depth;
     register_staging(io, options);
-    *out = &io->base;
+    *out = io;
     return BD_OK;
 fail_ring:
     io_uring_queue_exit(&io->ring);

@@ -14,6 +14,7 @@ void bd_load_job_fail(bd_load_job *job, bd_status status, const bd_error *error)
     job->status = status;
     job->error = *error;
     job->error.status = status;
+    atomic_store(&job->stopped, true);
 }
 
 void bd_load_job_check_cancel(bd_load_job *job) {
@@ -123,6 +124,13 @@ static bd_status begin(bd_load_job *job, bd_error *err) {
     return status;
 }
 
+static void free_job(bd_load_job *job) {
+    free(job->files);
+    free(job->used);
+    free(job->done_bytes);
+    free(job);
+}
+
 bd_load_job *bd_load_job_create(bd_load *load, const bd_loader_source *source, bd_mailbox *inbox,
                                 uint32_t block_bytes) {
     uint32_t count = load->delta->shard_count;
@@ -134,14 +142,15 @@ bd_load_job *bd_load_job_create(bd_load *load, const bd_loader_source *source, b
     job->block_bytes = block_bytes;
     job->files = calloc(count ? count : 1, sizeof *job->files);
     job->used = calloc(count ? count : 1, sizeof *job->used);
-    if (!job->files || !job->used) {
-        free(job->files);
-        free(job->used);
-        free(job);
+    job->done_bytes = calloc(count ? count : 1, sizeof *job->done_bytes);
+    if (!job->files || !job->used || !job->done_bytes) {
+        free_job(job);
         return NULL;
     }
-    for (uint32_t i = 0; i < count; i++)
-        job->files[i].fd_direct = job->files[i].fd_buffered = -1;
+    for (uint32_t i = 0; i < count; i++) {
+        job->files[i].fd_direct = -1;
+        atomic_init(&job->files[i].fd_buffered, -1);
+    }
     bd_error error = {0};
     bd_load_job_check_cancel(job);
     if (job->status != BD_OK) return job;
@@ -200,6 +209,15 @@ static bool more_to_send(bd_load_job *job) {
     return false;
 }
 
+/* Whether this load writes the next block's copy: of a file that other ranks may read too, the
+ * first that comes to it writes all. */
+static bool claims(bd_load_job *job) {
+    const bd_load_host *host = job->load->host;
+    if (!host || !host->claims) return host != NULL;
+    if (job->send_from == 0) job->keeps = !atomic_exchange(&host->claims[job->send_file], true);
+    return job->keeps;
+}
+
 bool bd_load_job_next(bd_load_job *job, bd_block *block) {
     if (from_host(job)) return false;
     if (job->status != BD_OK || !more_to_send(job) || !verified(job)) return false;
@@ -209,7 +227,9 @@ bool bd_load_job_next(bd_load_job *job, bd_block *block) {
     bd_span_begin(&block->span, file, job->send_from, bytes);
     block->job = job;
     block->file_index = job->send_file;
-    block->read_done = false;
+    block->in_ring = block->read_done = false;
+    block->kept = claims(job);
+    block->status = BD_OK;
     block->next = NULL;
     if (job->last)
         job->last->next = block;
@@ -223,10 +243,17 @@ bool bd_load_job_next(bd_load_job *job, bd_block *block) {
 }
 
 bd_block *bd_load_job_pop(bd_load_job *job) {
-    bd_block *block = job->first;
+    bd_block *before = NULL, *block = job->first;
+    while (block && !block->read_done && job->source->feeds_anywhere) {
+        before = block;
+        block = block->next;
+    }
     if (!block || !block->read_done) return NULL;
-    job->first = block->next;
-    if (!job->first) job->last = NULL;
+    if (before)
+        before->next = block->next;
+    else
+        job->first = block->next;
+    if (job->last == block) job->last = before;
     job->blocks_held--;
     return block;
 }
@@ -261,13 +288,10 @@ static uint8_t *host_at(const bd_load_host *host, uint64_t at, uint64_t *run_byt
     return (uint8_t *)host->blocks[at / host->block_bytes] + at % host->block_bytes;
 }
 
-static void keep_in_host(bd_load_job *job, const bd_block *block) {
+static void keep_in_host(const bd_load_job *job, const bd_block *block) {
     const bd_load_host *host = job->load->host;
     const bd_span *span = &block->span;
-    if (!host) return;
-    if (host->claims && span->from == 0) /* other ranks may read the same file */
-        job->keeps = !atomic_exchange(&host->claims[block->file_index], true);
-    if (host->claims && !job->keeps) return;
+    if (!block->kept) return;
     const uint8_t *data = bd_span_data(span);
     const uint64_t start = host_offset(job, block->file_index) + span->from;
     BD_ASSERT(start + span->bytes <= host->bytes);
@@ -293,8 +317,10 @@ static bd_status feed_run(bd_load_job *job, uint64_t *left, bd_error *err) {
     return status;
 }
 
+/* The last index only with the last block, whose file is looked at once more. */
 static bool publish_ready(bd_load_job *job) {
     uint32_t ready = job->source->feed_ready(job->feed);
+    if (job->blocks_held > 0 && ready == job->plan.ready_count) ready--;
     if (ready == atomic_load(&job->load->ready_count)) return false;
     atomic_store_explicit(&job->load->ready_count, ready, memory_order_release);
     return true;
@@ -328,17 +354,30 @@ void bd_load_host_clear(bd_load_host *host) {
 
 /* ---- Blocks read ---- */
 
+void bd_load_job_work(bd_load_job *job, bd_block *block) {
+    const bd_span *span = &block->span;
+    if (atomic_load(&job->stopped)) return;
+    block->status = check_chunks(job, block, &block->error);
+    if (block->status != BD_OK) return;
+    keep_in_host(job, block);
+    if (job->source->feeds_anywhere)
+        block->status = job->source->feed_bytes(job->feed, block->file_index, span->from,
+                                                bd_span_data(span), span->bytes, &block->error);
+    bd_shard_file_drop_cache(span->file, span->from, span->bytes);
+}
+
 static bd_status feed_block(bd_load_job *job, const bd_block *block, bd_error *err) {
     const bd_span *span = &block->span;
-    bd_status status = check_chunks(job, block, err);
+    bd_status status = BD_OK;
+    if (!job->source->feeds_anywhere) {
+        status = job->source->feed_bytes(job->feed, block->file_index, span->from,
+                                         bd_span_data(span), span->bytes, err);
+        job->unsettled = true;
+    }
     if (status != BD_OK) return status;
-    keep_in_host(job, block);
-    status = job->source->feed_bytes(job->feed, block->file_index, span->from, bd_span_data(span),
-                                     span->bytes, err);
-    if (status != BD_OK) return status;
-    bd_shard_file_drop_cache(span->file, span->from, span->bytes);
     count_read(job->load, span->bytes);
-    if (span->from + span->bytes == span->file->bytes)
+    job->done_bytes[block->file_index] += span->bytes;
+    if (job->done_bytes[block->file_index] == span->file->bytes)
         status = bd_shard_file_unchanged(span->file, err);
     return status;
 }
@@ -346,8 +385,21 @@ static bd_status feed_block(bd_load_job *job, const bd_block *block, bd_error *e
 bool bd_load_job_feed(bd_load_job *job, const bd_block *block) {
     bd_load_job_check_cancel(job);
     if (job->status != BD_OK) return false;
+    bd_error error = block->error;
+    bd_status status = block->status;
+    if (status == BD_OK) status = feed_block(job, block, &error);
+    if (status != BD_OK) {
+        bd_load_job_fail(job, status, &error);
+        return false;
+    }
+    return publish_ready(job);
+}
+
+bool bd_load_job_settle(bd_load_job *job) {
+    if (!job->unsettled || job->status != BD_OK || !job->source->feed_settle) return false;
     bd_error error = {0};
-    bd_status status = feed_block(job, block, &error);
+    const bd_status status = job->source->feed_settle(job->feed, &error);
+    job->unsettled = false;
     if (status != BD_OK) {
         bd_load_job_fail(job, status, &error);
         return false;
@@ -404,8 +456,6 @@ void bd_load_job_end(bd_load_job *job) {
     for (uint32_t i = 0; i < load->delta->shard_count; i++)
         bd_shard_file_close(&job->files[i]);
     if (job->has_plan && !from_host(job)) end_plan(job);
-    free(job->files);
-    free(job->used);
-    free(job);
+    free_job(job);
     load->finished_us = bd_now_us();
 }

@@ -1,6 +1,7 @@
-/* loader.c - the loader's thread: takes loads in order, keeps `depth` blocks in flight over all of
- * them, and hands each block to its load as soon as those before it are done. Staging is one region
- * made at create. */
+/* loader.c - the loader's thread: takes loads in order and keeps the blocks of all of them moving,
+ * from the ring or the workers that read them, by the workers that check them, to the loads that
+ * they are for. Staging is one region made at create, where the backend has such memory one that
+ * uploads take their bytes from. */
 #include <errno.h>
 #include <inttypes.h>
 #include <pthread.h>
@@ -9,12 +10,14 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "bitdelta/base/clock.h"
 #include "io.h"
 #include "load_job.h"
 #include "loader_internal.h"
 #include "ranks.h"
+#include "workers.h"
 
 #define BLOCK_BYTES_MAX (256u << 20)
 #define DEPTH_MAX       1024u
@@ -34,11 +37,17 @@ struct bd_loader {
     const char *io_name; /* this and the next are fixed before create returns */
     char io_reason[sizeof((bd_error *)0)->message + 64];
     /* The thread's own from here on. */
-    bd_io *io;
+    bd_ring *ring; /* NULL: workers do all reading */
+    bd_workers *workers;
+    void *memory; /* the staging and what aligns it */
+    size_t memory_bytes;
+    bool memory_mapped; /* not the source's */
     uint8_t *staging;
     size_t staging_bytes;
-    bd_block *blocks; /* [depth] */
+    bd_block *blocks; /* [block_count]: as many as may be read by the ring, and as many again */
+    uint32_t block_count, ring_count;
     bd_block *free_blocks;
+    bd_block *lent_blocks;                    /* fed, but the backend may still copy from them */
     bd_message *waiting_first, *waiting_last; /* loads not begun */
     bd_load_job *jobs;                        /* begun, oldest first */
     uint32_t job_count;
@@ -89,6 +98,20 @@ static bd_load *next_waiting(bd_loader *loader) {
     return (bd_load *)message;
 }
 
+static uint32_t share_of(const bd_loader *loader, uint32_t count) {
+    const uint32_t jobs = loader->job_count ? loader->job_count : 1;
+    return count > jobs ? count / jobs : 1;
+}
+
+/* A thread more than blocks would only sleep. */
+static uint32_t read_threads(const bd_loader_options *options) {
+    return options->read_threads < options->depth ? options->read_threads : options->depth;
+}
+
+static void share_reads(bd_loader *loader) {
+    bd_workers_set_share(loader->workers, share_of(loader, read_threads(&loader->options)));
+}
+
 static void begin_load(bd_loader *loader, bd_load *load) {
     load->started_us = bd_now_us();
     bd_load_job *job =
@@ -102,6 +125,7 @@ static void begin_load(bd_loader *loader, bd_load *load) {
         end = &(*end)->next;
     *end = job;
     loader->job_count++;
+    share_reads(loader);
 }
 
 /* Loads cancelled while they wait leave the queue without a turn. */
@@ -133,62 +157,142 @@ static void release_block(bd_loader *loader, bd_block *block) {
     loader->free_blocks = block;
 }
 
-static bool issue_one(bd_loader *loader, bd_load_job *job, uint32_t share) {
+/* The backend is done with what was fed before. */
+static void release_lent(bd_loader *loader) {
+    for (bd_block *block = loader->lent_blocks, *next; block; block = next) {
+        next = block->next;
+        release_block(loader, block);
+    }
+    loader->lent_blocks = NULL;
+}
+
+static void start_read(bd_loader *loader, bd_block *block) {
+    block->in_ring = loader->ring && bd_shard_file_suits_ring(block->span.file);
+    if (!block->in_ring) {
+        bd_workers_read(loader->workers, &block->span.read.message);
+        return;
+    }
+    bd_ring_submit(loader->ring, &block->span.read);
+    loader->ring_count++;
+    block->job->blocks_in_ring++;
+}
+
+static bool issue_one(bd_loader *loader, bd_load_job *job) {
+    const uint32_t depth = loader->options.depth;
     bd_block *block = loader->free_blocks;
-    if (!block || job->blocks_held >= share) return false;
+    if (!block || job->blocks_held >= share_of(loader, loader->block_count)) return false;
+    if (loader->ring_count >= depth || job->blocks_in_ring >= share_of(loader, depth)) return false;
     bd_block *rest = block->next;
     if (!bd_load_job_next(job, block)) return false;
     loader->free_blocks = rest;
-    loader->io->ops->submit(loader->io, &block->span.read);
+    start_read(loader, block);
     return true;
 }
 
 /* One block per load and round, so that a long load does not hold up a short one. */
 static void issue_blocks(bd_loader *loader) {
-    uint32_t share = loader->options.depth / (loader->job_count ? loader->job_count : 1);
-    if (share == 0) share = 1;
     bool any = true, submitted = false;
     while (any) {
         any = false;
         for (bd_load_job *job = loader->jobs; job; job = job->next)
-            any = issue_one(loader, job, share) || any;
+            any = issue_one(loader, job) || any;
         submitted = submitted || any;
     }
-    if (submitted && loader->io->ops->kick) loader->io->ops->kick(loader->io);
+    if (submitted && loader->ring) bd_ring_kick(loader->ring);
 }
 
-static void read_finished(bd_loader *loader, bd_block *block) {
-    bd_load_job *job = block->job;
-    bd_read *read = &block->span.read;
+static bd_span_state judge(bd_loader *loader, bd_block *block, bd_error *err) {
+    const bd_read *read = &block->span.read;
     int32_t result = read->result;
     if (loader->source.on_read)
         result = loader->source.on_read(loader->source.read_ctx, read->offset, read->bytes, result);
     if (result > 0 && loader->metrics.read_bytes)
         bd_metric_add(loader->metrics.read_bytes, (double)result);
-    bd_error error = {0};
-    bd_load_job_check_cancel(job);
-    bd_span_state state = BD_SPAN_DONE;
-    if (job->status == BD_OK) state = bd_span_step(&block->span, result, &error);
-    if (state == BD_SPAN_AGAIN) {
-        loader->io->ops->submit(loader->io, read);
-        return;
-    }
-    if (state == BD_SPAN_FAILED) bd_load_job_fail(job, error.status, &error);
-    block->read_done = true;
-    job->blocks_flying--;
+    return bd_span_step(&block->span, result, err);
 }
 
-/* Feeds what is next in file order and refills the queue after every block. */
+/* No thread has the block any more. */
+static void block_back(bd_block *block) {
+    block->read_done = true;
+    block->job->blocks_flying--;
+}
+
+static void read_finished(bd_loader *loader, bd_block *block) {
+    bd_load_job *job = block->job;
+    loader->ring_count--;
+    job->blocks_in_ring--;
+    bd_load_job_check_cancel(job);
+    if (job->status != BD_OK) {
+        block_back(block);
+        return;
+    }
+    switch (judge(loader, block, &block->error)) {
+    case BD_SPAN_AGAIN:
+        start_read(loader, block);
+        return;
+    case BD_SPAN_DONE:
+        bd_workers_finish(loader->workers, &block->span.read.message);
+        return;
+    case BD_SPAN_FAILED:
+        block->status = block->error.status;
+        block_back(block);
+    }
+}
+
+/* On a worker. */
+static bool work_read(void *ctx, bd_message *work) {
+    bd_loader *loader = ctx;
+    bd_block *block = (bd_block *)work;
+    bd_read *read = &block->span.read;
+    bd_span_state state = BD_SPAN_AGAIN;
+    while (state == BD_SPAN_AGAIN && !atomic_load(&block->job->stopped)) {
+        const ssize_t got = pread(read->fd, read->data, read->bytes, (off_t)read->offset);
+        read->result = got < 0 ? -errno : (int32_t)got;
+        state = judge(loader, block, &block->error);
+    }
+    if (state == BD_SPAN_FAILED) block->status = block->error.status;
+    return state == BD_SPAN_DONE;
+}
+
+static uint32_t *work_reading(void *ctx, bd_message *work) {
+    (void)ctx;
+    return &((bd_block *)work)->job->reading;
+}
+
+static void work_finish(void *ctx, bd_message *work) {
+    bd_block *block = (bd_block *)work;
+    (void)ctx;
+    bd_load_job_work(block->job, block);
+}
+
+/* The backend copies from a block that it was fed until it is fed the next, or settled. */
+static void end_block(bd_loader *loader, bd_block *block, bool fed) {
+    const bool lent = fed && !loader->source.feeds_anywhere;
+    if (lent && block->job->status == BD_OK) release_lent(loader);
+    if (!lent) {
+        release_block(loader, block);
+        return;
+    }
+    block->next = loader->lent_blocks;
+    loader->lent_blocks = block;
+}
+
+/* Feeds what is next of each load and refills the queue after every block. */
 static void feed_blocks(bd_loader *loader) {
     for (bd_load_job *job = loader->jobs; job; job = job->next) {
         bd_block *block;
         while ((block = bd_load_job_pop(job)) != NULL) {
-            bool moved = bd_load_job_feed(job, block);
-            release_block(loader, block);
+            const bool feeds = job->status == BD_OK, moved = bd_load_job_feed(job, block);
+            end_block(loader, block, feeds);
             issue_blocks(loader);
             if (moved) notify(loader);
         }
     }
+}
+
+static void settle_jobs(bd_loader *loader) {
+    for (bd_load_job *job = loader->jobs; job; job = job->next)
+        if (bd_load_job_settle(job)) notify(loader);
 }
 
 /* A block's worth of each load from host memory, so that reads are not left lying; then the next
@@ -215,9 +319,12 @@ static bool end_jobs(bd_loader *loader) {
         BD_ASSERT(job->first == NULL);
         *link = job->next;
         loader->job_count--;
+        share_reads(loader);
         any = true;
         bd_load *load = job->load;
+        const bool waits = job->feed != NULL;
         bd_load_job_end(job);
+        if (waits) release_lent(loader); /* a feed's end waits for all that was given */
         finish_load(loader, load);
     }
     return any;
@@ -242,35 +349,77 @@ static void turn(bd_loader *loader) {
     }
 }
 
+/* What came back in the meantime, which first is waited for if nothing has. */
+static void take_back(bd_loader *loader) {
+    bd_message *next, *work = bd_workers_take(loader->workers), *done = NULL;
+    if (!work) settle_jobs(loader);
+    if (!work) work = bd_workers_take(loader->workers);
+    if (loader->ring)
+        done = bd_ring_wait(loader->ring, !work);
+    else if (!work)
+        bd_mailbox_wait(loader->inbox, UINT64_MAX);
+    if (!work) work = bd_workers_take(loader->workers);
+    for (; work; work = next) {
+        next = work->next;
+        block_back((bd_block *)work);
+    }
+    for (; done; done = next) {
+        next = done->next; /* a repeated read is linked anew */
+        read_finished(loader, (bd_block *)done);
+    }
+    if (loader->ring) bd_ring_kick(loader->ring);
+}
+
 static void stop_jobs(bd_loader *loader) {
     for (bd_load_job *job = loader->jobs; job; job = job->next)
         atomic_store(&job->load->cancel, true);
 }
 
 /* Rings belong to the thread that waits on them, so the reader is made here. */
-static bd_status open_io(bd_loader *loader, bd_error *err) {
-    const bd_io_options options = {
+static bd_status open_ring(bd_loader *loader, bd_error *err) {
+    const bd_ring_options options = {
         .inbox = loader->inbox,
         .staging = loader->staging,
         .staging_bytes = loader->staging_bytes,
         .depth = loader->options.depth,
-        .read_threads = loader->options.read_threads,
-        .rank = loader->options.rank,
     };
-    bd_status status = BD_E_UNSUPPORTED;
-    if (loader->options.io != BD_IO_PREAD) {
-        status = bd_io_uring_create(&options, &loader->io, err);
-        if (status != BD_OK && loader->options.io == BD_IO_URING) return status;
-        if (status != BD_OK && err)
-            snprintf(loader->io_reason, sizeof loader->io_reason, "reading with pread threads: %s",
-                     err->message);
+    loader->io_name = "pread";
+    if (loader->options.io == BD_IO_PREAD) return BD_OK;
+    bd_error why = {0};
+    const bd_status status = bd_ring_create(&options, &loader->ring, &why);
+    if (status == BD_OK) {
+        loader->io_name = "uring";
+        snprintf(loader->io_reason, sizeof loader->io_reason, "%s", bd_ring_note(loader->ring));
+        return BD_OK;
     }
-    if (status != BD_OK) status = bd_io_pread_create(&options, &loader->io, err);
-    if (status != BD_OK) return status;
-    loader->io_name = loader->io->ops->name;
-    if (loader->io->note[0])
-        snprintf(loader->io_reason, sizeof loader->io_reason, "%s", loader->io->note);
+    if (loader->options.io == BD_IO_URING) {
+        if (err) *err = why;
+        return status;
+    }
+    snprintf(loader->io_reason, sizeof loader->io_reason, "reading with pread threads: %s",
+             why.message);
     return BD_OK;
+}
+
+static bd_status open_io(bd_loader *loader, bd_error *err) {
+    const bd_loader_options *options = &loader->options;
+    const bd_status status = open_ring(loader, err);
+    if (status != BD_OK) return status;
+    const bd_workers_options workers = {
+        .rank = options->rank,
+        .read_threads = read_threads(options),
+        .inbox = loader->inbox,
+        .ctx = loader,
+        .read = work_read,
+        .finish = work_finish,
+        .reading = work_reading,
+    };
+    return bd_workers_create(&workers, &loader->workers, err);
+}
+
+static void close_io(bd_loader *loader) {
+    bd_workers_destroy(loader->workers);
+    bd_ring_destroy(loader->ring);
 }
 
 static void *loader_main(void *arg) {
@@ -279,19 +428,16 @@ static void *loader_main(void *arg) {
     snprintf(name, sizeof name, "bd-load-%" PRIu32, loader->options.rank);
     pthread_setname_np(pthread_self(), name);
     bool opened = (loader->start_status = open_io(loader, &loader->start_error)) == BD_OK;
+    if (!opened) close_io(loader);
     sem_post(&loader->started);
     if (!opened) return NULL;
     for (;;) {
         if (atomic_load(&loader->stop)) stop_jobs(loader);
         turn(loader);
         if (atomic_load(&loader->stop) && !loader->jobs && !loader->waiting_first) break;
-        bd_message *next, *done = loader->io->ops->wait(loader->io);
-        for (; done; done = next) {
-            next = done->next; /* a repeated read is linked anew */
-            read_finished(loader, (bd_block *)done);
-        }
+        take_back(loader);
     }
-    loader->io->ops->destroy(loader->io);
+    close_io(loader);
     return NULL;
 }
 
@@ -337,24 +483,47 @@ static bd_status check_options(const bd_loader_options *options, bd_error *err) 
     return BD_OK;
 }
 
+static void free_staging(bd_loader *loader) {
+    free(loader->blocks);
+    if (loader->memory_mapped)
+        munmap(loader->memory, loader->memory_bytes);
+    else if (loader->memory)
+        loader->source.staging_free(loader->source.ctx, loader->memory, loader->memory_bytes);
+}
+
+static bd_status get_memory(bd_loader *loader, bd_error *err) {
+    const bd_loader_source *source = &loader->source;
+    const size_t unit = BD_IO_ALIGN_BYTES;
+    loader->memory_bytes = loader->staging_bytes + unit;
+    if (source->staging_alloc)
+        loader->memory = source->staging_alloc(source->ctx, loader->memory_bytes);
+    if (!loader->memory) {
+        void *memory = mmap(NULL, loader->memory_bytes, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (memory == MAP_FAILED)
+            return bd_fail_errno(err, BD_E_MEMORY, "loader", errno,
+                                 "no memory for %zu bytes of staging", loader->memory_bytes);
+        loader->memory = memory;
+        loader->memory_mapped = true;
+    }
+    loader->staging = (uint8_t *)loader->memory + (unit - (uintptr_t)loader->memory % unit) % unit;
+    return BD_OK;
+}
+
 static bd_status make_staging(bd_loader *loader, bd_error *err) {
     /* A block may begin inside one aligned unit and end inside another. */
     const size_t unit = BD_IO_ALIGN_BYTES;
     size_t slot_bytes = (loader->options.block_bytes + unit - 1) / unit * unit + 2 * unit;
-    uint32_t depth = loader->options.depth;
-    loader->staging_bytes = slot_bytes * depth;
-    void *memory = mmap(NULL, loader->staging_bytes, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED)
-        return bd_fail_errno(err, BD_E_MEMORY, "loader", errno,
-                             "no memory for %zu bytes of staging", loader->staging_bytes);
-    loader->staging = memory;
-    loader->blocks = calloc(depth, sizeof *loader->blocks);
+    loader->block_count = 2 * loader->options.depth;
+    loader->staging_bytes = slot_bytes * loader->block_count;
+    const bd_status status = get_memory(loader, err);
+    if (status != BD_OK) return status;
+    loader->blocks = calloc(loader->block_count, sizeof *loader->blocks);
     if (!loader->blocks) {
-        munmap(memory, loader->staging_bytes);
+        free_staging(loader);
         return bd_fail(err, BD_E_MEMORY, "loader", "out of memory for blocks");
     }
-    for (uint32_t i = depth; i-- > 0;) {
+    for (uint32_t i = loader->block_count; i-- > 0;) {
         loader->blocks[i].span.staging = loader->staging + slot_bytes * i;
         release_block(loader, &loader->blocks[i]);
     }
@@ -393,8 +562,7 @@ bd_status bd_loader_create_with(const bd_loader_options *options, const bd_loade
     return BD_OK;
 fail_staging:
     sem_destroy(&loader->started);
-    free(loader->blocks);
-    munmap(loader->staging, loader->staging_bytes);
+    free_staging(loader);
 fail_inbox:
     bd_mailbox_destroy(loader->inbox);
 fail_free:
@@ -423,8 +591,7 @@ void bd_loader_destroy(bd_loader *loader) {
     bd_mailbox_wake(loader->inbox);
     pthread_join(loader->thread, NULL);
     sem_destroy(&loader->started);
-    free(loader->blocks);
-    munmap(loader->staging, loader->staging_bytes);
+    free_staging(loader);
     bd_mailbox_destroy(loader->inbox);
     free(loader);
 }

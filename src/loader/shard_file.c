@@ -6,6 +6,8 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
+#include <linux/magic.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include "bitdelta/base/file.h"
@@ -14,21 +16,29 @@
 #define STALLS_MAX  8u
 
 static bd_status open_buffered(bd_shard_file *file, bd_error *err) {
-    if (file->fd_buffered >= 0) return BD_OK;
-    file->fd_buffered = open(file->path, O_RDONLY | O_CLOEXEC);
-    if (file->fd_buffered < 0)
-        return bd_fail_errno(err, BD_E_IO, file->path, errno, "cannot open the shard");
-    (void)posix_fadvise(file->fd_buffered, 0, 0, POSIX_FADV_SEQUENTIAL);
+    if (atomic_load(&file->fd_buffered) >= 0) return BD_OK;
+    const int fd = open(file->path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return bd_fail_errno(err, BD_E_IO, file->path, errno, "cannot open the shard");
+    (void)posix_fadvise(fd, 0, 0, POSIX_FADV_SEQUENTIAL);
+    int none = -1;
+    if (!atomic_compare_exchange_strong(&file->fd_buffered, &none, fd))
+        close(fd); /* another thread was first */
     return BD_OK;
 }
 
 static int any_fd(const bd_shard_file *file) {
-    return file->fd_buffered >= 0 ? file->fd_buffered : file->fd_direct;
+    const int buffered = atomic_load(&((bd_shard_file *)(uintptr_t)file)->fd_buffered);
+    return buffered >= 0 ? buffered : file->fd_direct;
+}
+
+static bool lies_in_memory(int fd) {
+    struct statfs fs;
+    return fstatfs(fd, &fs) == 0 && (fs.f_type == TMPFS_MAGIC || fs.f_type == RAMFS_MAGIC);
 }
 
 bd_status bd_shard_file_open(bd_shard_file *file, const char *dir, const bd_delta_file *entry,
                              bd_error *err) {
-    *file = (bd_shard_file){.fd_direct = -1, .fd_buffered = -1};
+    BD_ASSERT(file->fd_direct < 0 && atomic_load(&file->fd_buffered) < 0);
     file->bytes = entry->bytes;
     bd_status status = bd_path_join(file->path, sizeof file->path, dir, entry->name, err);
     if (status != BD_OK) return status;
@@ -48,14 +58,16 @@ bd_status bd_shard_file_open(bd_shard_file *file, const char *dir, const bd_delt
         status = bd_fail(err, BD_E_LENGTH, file->path,
                          "the shard has %" PRIu64 " bytes, delta.json records %" PRIu64,
                          (uint64_t)file->at_open.st_size, file->bytes);
+    if (status == BD_OK) file->in_memory = lies_in_memory(any_fd(file));
     if (status != BD_OK) bd_shard_file_close(file);
     return status;
 }
 
 void bd_shard_file_close(bd_shard_file *file) {
+    const int buffered = atomic_exchange(&file->fd_buffered, -1);
     if (file->fd_direct >= 0) close(file->fd_direct);
-    if (file->fd_buffered >= 0) close(file->fd_buffered);
-    file->fd_direct = file->fd_buffered = -1;
+    if (buffered >= 0) close(buffered);
+    file->fd_direct = -1;
 }
 
 static bool same_time(const struct timespec *a, const struct timespec *b) {
@@ -81,8 +93,9 @@ bd_status bd_shard_file_unchanged(const bd_shard_file *file, bd_error *err) {
 }
 
 void bd_shard_file_drop_cache(const bd_shard_file *file, uint64_t from, uint64_t bytes) {
-    if (file->fd_buffered >= 0)
-        (void)posix_fadvise(file->fd_buffered, (off_t)from, (off_t)bytes, POSIX_FADV_DONTNEED);
+    const int buffered = atomic_load(&((bd_shard_file *)(uintptr_t)file)->fd_buffered);
+    if (buffered >= 0 && !file->in_memory)
+        (void)posix_fadvise(buffered, (off_t)from, (off_t)bytes, POSIX_FADV_DONTNEED);
 }
 
 static void next_attempt(bd_span *span) {

@@ -1,9 +1,10 @@
 /* shard_file.h - one file of a delta while it is loaded, and one block of it while it is read: what
- * short counts and errors of a read attempt mean. Knows nothing of rings or threads. Owner and
- * thread: the loader's. */
+ * short counts and errors of a read attempt mean. Knows nothing of rings. Owner: the loader's
+ * thread; a span is whoever's that reads it, and several threads may read one file. */
 #ifndef BITDELTA_SRC_LOADER_SHARD_FILE_H
 #define BITDELTA_SRC_LOADER_SHARD_FILE_H
 
+#include <stdatomic.h>
 #include <sys/stat.h>
 
 #include "bitdelta/delta/delta.h"
@@ -15,8 +16,10 @@
 
 typedef struct bd_shard_file {
     char path[1024 + 256 + 2];
-    uint64_t bytes;             /* recorded in delta.json and found on disk */
-    int fd_direct, fd_buffered; /* -1: not open */
+    uint64_t bytes;          /* recorded in delta.json and found on disk */
+    int fd_direct;           /* -1: not open */
+    _Atomic int fd_buffered; /* likewise; opened by whichever thread finds that it has to be */
+    bool in_memory;          /* a read is a copy: nothing is gained by not waiting for it */
     bool no_chunk_sums; /* the whole file was verified before, so not even its time may change */
     struct stat at_open;
 } bd_shard_file;
@@ -25,6 +28,10 @@ typedef struct bd_shard_file {
 BD_MUST_CHECK bd_status bd_shard_file_open(bd_shard_file *file, const char *dir,
                                            const bd_delta_file *entry, bd_error *err);
 void bd_shard_file_close(bd_shard_file *file); /* closed already: fine */
+/* Whether reads are best left to a ring: they go past the page cache and take their time. */
+static inline bool bd_shard_file_suits_ring(bd_shard_file *file) {
+    return file->fd_direct >= 0 && !file->in_memory && atomic_load(&file->fd_buffered) < 0;
+}
 /* After the last byte: the file must still be what it was. */
 BD_MUST_CHECK bd_status bd_shard_file_unchanged(const bd_shard_file *file, bd_error *err);
 /* These bytes will not be read again: keeps a buffered load from pushing others out of the page

@@ -18,9 +18,22 @@ static bd_status feed_create(void *ctx, const bd_overlay_plan *plan, void *const
     return bd_overlay_feed_create(ctx, plan, pages, out, err);
 }
 
+static void *staging_alloc(void *ctx, uint64_t bytes) {
+    const bd_backend_ops *ops = bd_model_ops(ctx);
+    return ops->host_alloc ? ops->host_alloc(bd_model_backend(ctx), bytes) : NULL;
+}
+
+static void staging_free(void *ctx, void *memory, uint64_t bytes) {
+    bd_model_ops(ctx)->host_free(bd_model_backend(ctx), memory, bytes);
+}
+
 bd_loader_source bd_loader_source_of(bd_model *model) {
     return (bd_loader_source){
         .ctx = model,
+        .feeds_anywhere = bd_overlay_feeds_anywhere(model),
+        .feed_settle = bd_overlay_feed_settle,
+        .staging_alloc = staging_alloc,
+        .staging_free = staging_free,
         .plan_create = plan_create,
         .plan_destroy = bd_overlay_plan_destroy,
         .overlay_create = overlay_create,

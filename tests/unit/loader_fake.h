@@ -22,10 +22,10 @@
 #define FAKE_PAGE_BYTES  8192u
 #define FAKE_READY_COUNT 7u
 
-static uint64_t fake_random_state;
+static _Atomic uint64_t fake_random_state; /* reads are faulted on several threads */
 
 static uint64_t fake_random(void) { /* splitmix64 */
-    uint64_t z = (fake_random_state += 0x9e3779b97f4a7c15u);
+    uint64_t z = atomic_fetch_add(&fake_random_state, 0x9e3779b97f4a7c15u) + 0x9e3779b97f4a7c15u;
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
     return z ^ (z >> 31);
@@ -71,10 +71,11 @@ static inline void fake_write_file(const char *path, const uint8_t *data, uint64
 }
 
 /* Random files of the given sizes in a new directory. chunk_bytes 0: no sums. */
-static inline void fake_variant_make(fake_variant *out, const char *name, const uint64_t *sizes,
-                                     uint32_t count, uint64_t chunk_bytes) {
+static inline void fake_variant_make_in(const char *folder, fake_variant *out, const char *name,
+                                        const uint64_t *sizes, uint32_t count,
+                                        uint64_t chunk_bytes) {
     memset(out, 0, sizeof *out);
-    snprintf(out->delta.dir, sizeof out->delta.dir, P_tmpdir "/bd-test-XXXXXX");
+    snprintf(out->delta.dir, sizeof out->delta.dir, "%.1000s/bd-test-XXXXXX", folder);
     BD_ASSERT(mkdtemp(out->delta.dir) != NULL);
     snprintf(out->delta.variant, sizeof out->delta.variant, "%s", name);
     out->delta.bits = 1;
@@ -111,6 +112,11 @@ static inline void fake_variant_make(fake_variant *out, const char *name, const 
     }
 }
 
+static inline void fake_variant_make(fake_variant *out, const char *name, const uint64_t *sizes,
+                                     uint32_t count, uint64_t chunk_bytes) {
+    fake_variant_make_in(P_tmpdir, out, name, sizes, count, chunk_bytes);
+}
+
 static inline void fake_variant_remove(fake_variant *variant) {
     for (uint32_t i = 0; i < variant->delta.shard_count; i++) {
         char path[1200];
@@ -135,6 +141,17 @@ typedef struct fake_source { /* what tests turn and look at; the loader's ctx */
     _Atomic uint64_t fed_bytes;
     bd_status verify_status;
     uint32_t verify_sleep_us;
+    bool anywhere; /* feeds_anywhere */
+    /* As a device that copies by itself: what is fed is taken at the next feed, settle or destroy,
+     * from where it was. */
+    bool later;
+    struct { /* the loader's thread's */
+        bd_overlay_feed *feed;
+        const uint8_t *data;
+        uint64_t at, bytes;
+    } pending;
+    uint32_t together; /* so many sums are made at once, or the test waits for it */
+    _Atomic uint32_t summing;
     /* Read faults. */
     int32_t (*fault)(struct fake_source *source, uint64_t offset, uint32_t bytes, int32_t result);
     _Atomic uint32_t attempts, faults;
@@ -145,7 +162,8 @@ struct bd_overlay_feed {
     fake_source *source;
     const bd_overlay_plan *plan;
     void *const *pages;
-    uint64_t fed;
+    _Atomic uint64_t fed; /* and taken */
+    uint64_t told;        /* and perhaps not taken yet */
     uint64_t total;
     uint32_t file_index;
     uint64_t next_from;
@@ -215,9 +233,46 @@ static inline bd_status fake_feed_create(void *ctx, const bd_overlay_plan *plan,
     return BD_OK;
 }
 
+static inline void fake_take(const bd_overlay_feed *feed, uint64_t at, const uint8_t *data,
+                             uint64_t bytes) {
+    for (uint64_t done = 0; done < bytes;) {
+        uint64_t in_page = (at + done) % FAKE_PAGE_BYTES, part = FAKE_PAGE_BYTES - in_page;
+        if (part > bytes - done) part = bytes - done;
+        memcpy((uint8_t *)feed->pages[(at + done) / FAKE_PAGE_BYTES] + in_page, data + done, part);
+        done += part;
+    }
+    atomic_fetch_add(&((bd_overlay_feed *)(uintptr_t)feed)->fed, bytes);
+}
+
+static inline void fake_take_pending(fake_source *source) {
+    if (source->pending.feed)
+        fake_take(source->pending.feed, source->pending.at, source->pending.data,
+                  source->pending.bytes);
+    source->pending.feed = NULL;
+}
+
+static inline bd_status fake_feed_settle(bd_overlay_feed *feed, bd_error *err) {
+    (void)err;
+    fake_take_pending(feed->source);
+    return BD_OK;
+}
+
+static inline uint64_t fake_offset(const bd_overlay_feed *feed, uint32_t file_index) {
+    uint64_t before = 0;
+    for (uint32_t i = 0; i < file_index; i++)
+        before += feed->plan->pieces[i].bytes;
+    return before;
+}
+
 /* Holds the loader to its word: every byte once, in order, file after file. */
 static inline bd_status fake_feed_bytes(bd_overlay_feed *feed, uint32_t file_index, uint64_t from,
                                         const uint8_t *data, uint64_t bytes, bd_error *err) {
+    if (feed->source->anywhere) {
+        fake_take(feed, fake_offset(feed, file_index) + from, data, bytes);
+        atomic_fetch_add(&feed->source->fed_bytes, bytes);
+        return BD_OK;
+    }
+    fake_take_pending(feed->source);
     if (file_index != feed->file_index) {
         BD_ASSERT(file_index == feed->file_index + 1);
         BD_ASSERT(feed->next_from == feed->plan->pieces[feed->file_index].bytes);
@@ -226,40 +281,48 @@ static inline bd_status fake_feed_bytes(bd_overlay_feed *feed, uint32_t file_ind
     }
     BD_ASSERT(from == feed->next_from);
     feed->next_from += bytes;
-    if (feed->source->feed_status != BD_OK && feed->fed >= feed->source->feed_fails_at)
+    if (feed->source->feed_status != BD_OK && feed->told >= feed->source->feed_fails_at)
         return bd_fail(err, feed->source->feed_status, "feed", "planted feed fault");
-    for (uint64_t done = 0; done < bytes;) {
-        uint64_t at = feed->fed % FAKE_PAGE_BYTES;
-        uint64_t part = FAKE_PAGE_BYTES - at < bytes - done ? FAKE_PAGE_BYTES - at : bytes - done;
-        memcpy((uint8_t *)feed->pages[feed->fed / FAKE_PAGE_BYTES] + at, data + done, part);
-        feed->fed += part;
-        done += part;
-    }
-    atomic_fetch_add(&feed->source->fed_bytes, bytes);
+    fake_source *source = feed->source;
+    source->pending.feed = feed;
+    source->pending.at = feed->told;
+    source->pending.data = data;
+    source->pending.bytes = bytes;
+    feed->told += bytes;
+    if (!source->later || feed->told == feed->total) fake_take_pending(source);
+    atomic_fetch_add(&source->fed_bytes, bytes);
     return BD_OK;
 }
 
 static inline uint32_t fake_feed_ready(const bd_overlay_feed *feed) {
-    return (uint32_t)(feed->fed * FAKE_READY_COUNT / (feed->total ? feed->total : 1));
+    const uint64_t fed = atomic_load(&((bd_overlay_feed *)(uintptr_t)feed)->fed);
+    return (uint32_t)(fed * FAKE_READY_COUNT / (feed->total ? feed->total : 1));
 }
 
 static inline void fake_feed_destroy(bd_overlay_feed *feed) {
+    fake_take_pending(feed->source);
     atomic_fetch_sub(&feed->source->running, 1);
     free(feed);
 }
 
+/* Checks know their fake_source by this; one test at a time. */
+static fake_source *fake_verify_source;
+
 static inline bd_status fake_check_chunk(const bd_delta *delta, uint32_t file_index, uint32_t chunk,
                                          const void *data, size_t bytes, bd_error *err) {
     const bd_delta_file *file = &delta->files[file_index];
+    fake_source *source = fake_verify_source;
     BD_ASSERT(chunk < file->chunk_count);
+    atomic_fetch_add(&source->summing, 1);
+    for (uint32_t ms = 0; atomic_load(&source->summing) < source->together; ms++) {
+        BD_ASSERT(ms < 60000); /* they are made one after the other */
+        usleep(1000);
+    }
     if (XXH3_64bits(data, bytes) == file->chunk_xxh3[chunk]) return BD_OK;
     uint64_t from = chunk * file->chunk_bytes;
     return bd_fail(err, BD_E_CORRUPT, file->name, "chunk %u (bytes %" PRIu64 " to %" PRIu64 ")",
                    chunk, from, from + bytes);
 }
-
-/* Whole-file checks know their fake_source by this; one test at a time. */
-static fake_source *fake_verify_source;
 
 static inline bd_status fake_verify_file(const bd_delta *delta, uint32_t file_index,
                                          bd_error *err) {
@@ -288,7 +351,9 @@ static inline bd_loader_source fake_loader_source(fake_source *source) {
         .overlay_create = fake_overlay_create,
         .overlay_destroy = fake_overlay_destroy,
         .feed_create = fake_feed_create,
+        .feeds_anywhere = source->anywhere,
         .feed_bytes = fake_feed_bytes,
+        .feed_settle = fake_feed_settle,
         .feed_ready = fake_feed_ready,
         .feed_destroy = fake_feed_destroy,
         .check_chunk = fake_check_chunk,

@@ -120,6 +120,37 @@ static void test_damaged_chunk(void **state) {
     }
 }
 
+/* A flipped bit in any chunk is found, also where blocks are fed as they come, and no load calls
+ * all of it ready. */
+static void test_damage_in_every_chunk(void **state) {
+    (void)state;
+    for (uint32_t n = 0;; n++) {
+        scene s = {.source = {.anywhere = n % 4 < 2, .later = n % 4 == 3}};
+        if (!scene_loader(&s, readers[n % 2])) continue;
+        scene_files(&s, SCENE_CHUNK);
+        const uint32_t first = s.variant.files[0].chunk_count, file = n >= first;
+        const uint64_t chunk = file ? n - first : n, from = chunk * SCENE_CHUNK;
+        const bool over = file && chunk >= s.variant.files[1].chunk_count;
+        if (!over) {
+            const uint64_t rest = scene_sizes[file] - from;
+            flip_byte(&s, file, from + fake_below(rest < SCENE_CHUNK ? rest : SCENE_CHUNK));
+        }
+        scene_submit(&s);
+        scene_await(&s);
+        if (!over) {
+            char want[96];
+            snprintf(want, sizeof want, "chunk %" PRIu64 " (bytes %" PRIu64, chunk, from);
+            expect_failure(&s, BD_E_CORRUPT, s.variant.names[file], want);
+            assert_true(s.load.ready_count < FAKE_READY_COUNT);
+        } else {
+            assert_int_equal(s.load.status, BD_OK);
+            fake_overlay_destroy(s.load.overlay);
+        }
+        scene_end(&s);
+        if (over) break;
+    }
+}
+
 /* ---- files that are not what they were ---- */
 
 static void test_files_at_open(void **state) {
@@ -170,8 +201,9 @@ static int32_t touch_file(fake_source *source, uint64_t offset, uint32_t bytes, 
 static void test_files_changed_while_read(void **state) {
     (void)state;
     for (uint32_t round = 0; round < 6; round++) {
-        scene s;
-        if (!scene_make(&s, readers[round % 2], round < 4 ? SCENE_CHUNK : 0)) continue;
+        scene s = {.source = {.anywhere = fake_below(2) == 0}};
+        if (!scene_loader(&s, readers[round % 2])) continue;
+        scene_files(&s, round < 4 ? SCENE_CHUNK : 0);
         char path[1200];
         fake_path(&s.variant, 0, path, sizeof path);
         s.source.path = path;
@@ -184,6 +216,7 @@ static void test_files_changed_while_read(void **state) {
             expect_failure(&s, BD_E_LENGTH, path, "size changed from 200001 to 300000");
         else
             expect_failure(&s, BD_E_CORRUPT, path, "changed or replaced");
+        assert_true(s.load.ready_count < FAKE_READY_COUNT);
         scene_end(&s);
     }
 }
@@ -509,6 +542,7 @@ int main(void) {
     fake_seed("test_loader_faults");
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_damaged_chunk),
+        cmocka_unit_test(test_damage_in_every_chunk),
         cmocka_unit_test(test_files_at_open),
         cmocka_unit_test(test_files_changed_while_read),
         cmocka_unit_test(test_whole_file_check),

@@ -8,6 +8,11 @@
 
 #include <cmocka.h>
 
+#include <linux/magic.h>
+#include <pthread.h>
+#include <sys/vfs.h>
+
+#include "loader/workers.h"
 #include "loader_fake.h"
 
 static const bd_io_choice readers[] = {BD_IO_URING, BD_IO_PREAD};
@@ -168,7 +173,7 @@ static void test_random_shapes(void **state) {
         uint32_t block = 4096 + (uint32_t)fake_below(60000);
         uint64_t chunk = 1000 + fake_below(2 * block); /* odd, and sometimes larger than a block */
         if (round % 7 == 0) chunk = 0;
-        fake_source source = {0};
+        fake_source source = {.anywhere = round % 3 == 1, .later = round % 3 == 2};
         load_and_compare(&source, readers[round % 2], block, sizes, files, chunk);
         bool whole = chunk == 0 || chunk > block;
         if (source.plans) assert_int_equal(source.verifies, whole ? files : 0);
@@ -262,8 +267,8 @@ static void test_faulty_reads_still_arrive(void **state) {
 
 enum { MANY = 24 };
 
-static void many_at_once(bd_io_choice io) {
-    fake_source source = {0};
+static void many_at_once(bd_io_choice io, bool anywhere, bool later) {
+    fake_source source = {.anywhere = anywhere, .later = later};
     bd_loader *loader = loader_make(&source, io, 16384, 7, 3);
     if (!loader) return;
     static fake_variant variants[MANY];
@@ -294,8 +299,166 @@ static void many_at_once(bd_io_choice io) {
 
 static void test_many_at_once(void **state) {
     (void)state;
-    many_at_once(BD_IO_URING);
-    many_at_once(BD_IO_PREAD);
+    for (uint32_t i = 0; i < 6; i++)
+        many_at_once(readers[i % 2], i / 2 == 1, i / 2 == 2);
+}
+
+/* ---- threads ---- */
+
+/* No sum is compared before two are being made. */
+static void test_sums_at_once(void **state) {
+    (void)state;
+    const uint64_t size = 400001;
+    for (uint32_t i = 0; i < 4; i++) {
+        fake_source source = {.together = 2, .anywhere = i / 2 == 1};
+        bd_loader *loader = loader_make(&source, readers[i % 2], 16384, 4, 1);
+        if (!loader) continue;
+        fake_variant variant;
+        fake_variant_make(&variant, "v", &size, 1, 16384);
+        page_set set = pages_make(size);
+        bd_load load = load_of(&variant, &set);
+        assert_int_equal(bd_loader_submit(loader, &load, NULL), BD_OK);
+        await(&load);
+        check_loaded(&load, &set, &variant);
+        bd_loader_destroy(loader);
+        pages_free(&set);
+        fake_variant_remove(&variant);
+    }
+}
+
+static _Atomic uint32_t by_ring, by_workers;
+
+static int32_t watch_thread(fake_source *source, uint64_t offset, uint32_t bytes, int32_t result) {
+    char name[16] = "";
+    (void)source, (void)offset, (void)bytes;
+    pthread_getname_np(pthread_self(), name, sizeof name);
+    atomic_fetch_add(strncmp(name, "bd-read-", 8) == 0 ? &by_workers : &by_ring, 1);
+    return result;
+}
+
+/* A ring would copy what lies in memory on the loader's own thread. */
+static void test_memory_is_read_by_workers(void **state) {
+    (void)state;
+    const uint64_t size = 300001;
+    struct statfs fs;
+    fake_source source = {.fault = watch_thread};
+    if (statfs("/dev/shm", &fs) != 0 || fs.f_type != TMPFS_MAGIC || access("/dev/shm", W_OK) != 0)
+        skip();
+    bd_loader *loader = loader_make(&source, BD_IO_URING, 16384, 4, 1);
+    if (!loader) skip();
+    fake_variant variant;
+    fake_variant_make_in("/dev/shm", &variant, "v", &size, 1, 16384);
+    page_set set = pages_make(size);
+    bd_load load = load_of(&variant, &set);
+    atomic_store(&by_ring, 0);
+    atomic_store(&by_workers, 0);
+    assert_int_equal(bd_loader_submit(loader, &load, NULL), BD_OK);
+    await(&load);
+    check_loaded(&load, &set, &variant);
+    assert_int_equal(by_ring, 0);
+    assert_true(by_workers >= 19);
+    bd_loader_destroy(loader);
+    pages_free(&set);
+    fake_variant_remove(&variant);
+}
+
+/* Works of a few loads, some of which take for ever: not more than its share of the reading threads
+ * is one load's, not more than there are read at once, and what is read comes back finished. */
+enum { WORKS = 64, LOADS = 4, READ_THREADS = 4 };
+
+typedef struct work {
+    bd_message message;
+    uint32_t load;
+    bool is_read, finished;
+} work;
+
+static struct {
+    uint32_t reading[LOADS]; /* guarded by the workers' lock */
+    _Atomic uint32_t now[LOADS], most[LOADS], all_now, all_most;
+    _Atomic bool hang; /* load 0 */
+} place;
+
+static void note_most(_Atomic uint32_t *most, uint32_t now) {
+    uint32_t before = atomic_load(most);
+    while (before < now && !atomic_compare_exchange_weak(most, &before, now)) {
+    }
+}
+
+static bool read_one(void *ctx, bd_message *message) {
+    work *w = (work *)message;
+    (void)ctx;
+    note_most(&place.all_most, atomic_fetch_add(&place.all_now, 1) + 1);
+    note_most(&place.most[w->load], atomic_fetch_add(&place.now[w->load], 1) + 1);
+    while (w->load == 0 && atomic_load(&place.hang))
+        usleep(100);
+    w->is_read = true;
+    atomic_fetch_sub(&place.now[w->load], 1);
+    atomic_fetch_sub(&place.all_now, 1);
+    return w->load != 3; /* the last load's cannot be read */
+}
+
+static void finish_one(void *ctx, bd_message *message) {
+    (void)ctx;
+    ((work *)message)->finished = true;
+}
+
+static uint32_t *reading_of(void *ctx, bd_message *message) {
+    (void)ctx;
+    return &place.reading[((work *)message)->load];
+}
+
+static uint32_t take_some(bd_workers *workers, bd_mailbox *inbox) {
+    uint32_t count = 0;
+    bd_mailbox_wait(inbox, 20000);
+    for (bd_message *m = bd_workers_take(workers), *next; m; m = next) {
+        next = m->next;
+        const work *w = (work *)m;
+        assert_true(w->is_read);
+        assert_int_equal(w->finished, w->load != 3);
+        count++;
+    }
+    return count;
+}
+
+static void test_a_share_of_threads(void **state) {
+    (void)state;
+    static work works[WORKS];
+    bd_workers *workers;
+    bd_mailbox *inbox;
+    memset(&place, 0, sizeof place);
+    memset(works, 0, sizeof works);
+    assert_int_equal(bd_mailbox_create(&inbox, 0, true, NULL), BD_OK);
+    const bd_workers_options options = {.read_threads = READ_THREADS,
+                                        .inbox = inbox,
+                                        .read = read_one,
+                                        .finish = finish_one,
+                                        .reading = reading_of};
+    assert_int_equal(bd_workers_create(&options, &workers, NULL), BD_OK);
+    bd_workers_set_share(workers, 2);
+    atomic_store(&place.hang, true);
+    uint32_t hanging = 0, back = 0;
+    for (uint32_t i = 0; i < WORKS; i++) { /* the slow load's first */
+        works[i].load = i < WORKS / 2 ? 0 : 1 + (uint32_t)fake_below(LOADS - 1);
+        works[i].is_read = works[i].load != 0 && fake_below(4) == 0 && works[i].load != 3;
+        hanging += works[i].load == 0;
+        if (works[i].is_read)
+            bd_workers_finish(workers, &works[i].message);
+        else
+            bd_workers_read(workers, &works[i].message);
+    }
+    for (uint32_t looks = 0; back < WORKS - hanging; looks++) {
+        if (looks > 1000) fail_msg("one load has all threads");
+        back += take_some(workers, inbox);
+    }
+    assert_int_equal(back, WORKS - hanging); /* and none of the slow one's */
+    atomic_store(&place.hang, false);
+    while (back < WORKS)
+        back += take_some(workers, inbox);
+    for (uint32_t i = 0; i < LOADS; i++)
+        assert_in_range(place.most[i], 0, 2);
+    assert_in_range(place.all_most, 1, READ_THREADS);
+    bd_workers_destroy(workers);
+    bd_mailbox_destroy(inbox);
 }
 
 static void count_notify(void *ctx) {
@@ -366,6 +529,9 @@ int main(void) {
         cmocka_unit_test(test_faulty_reads_still_arrive),
         cmocka_unit_test(test_direct_reads_stay_aligned),
         cmocka_unit_test(test_many_at_once),
+        cmocka_unit_test(test_sums_at_once),
+        cmocka_unit_test(test_memory_is_read_by_workers),
+        cmocka_unit_test(test_a_share_of_threads),
         cmocka_unit_test(test_metrics_and_notify),
         cmocka_unit_test(test_options),
     };

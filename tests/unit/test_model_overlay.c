@@ -1,6 +1,9 @@
 /* test_model_overlay.c - deltas of fresh random data over the seven tiny models, fed in pieces of
  * odd sizes, against a float64 forward pass over W_base + scale * sign (model_reference.h); and
  * deltas that do not fit, each refused by the name of what is wrong. */
+#include <pthread.h>
+#include <stdatomic.h>
+
 #include "model_reference.h"
 
 enum { PROMPTS = 3, PLANES_MAX = 2, ARCHS = 7 };
@@ -160,9 +163,8 @@ static void value_that_is_not_finite_is_named(void **state) {
     mr_close(&reference);
 }
 
-/* Ready indices only ever count what is wholly in place; a hole in the bytes is a fault, not a
- * wrong page. */
-static void feed_refuses_holes(void **state) {
+/* Ready indices only ever count what is wholly in place, whenever it came. */
+static void feed_waits_for_holes(void **state) {
     char path[600], dir[256];
     bd_error err = {0};
     mr_model reference;
@@ -179,11 +181,15 @@ static void feed_refuses_holes(void **state) {
     snprintf(path, sizeof path, "%s/shard-00-of-01.safetensors", dir);
     MS_OK(bd_file_map(path, &map, &err), err);
     MS_OK(bd_overlay_feed_create(model, &v.plan, v.pages, &feed, &err), err);
-    const uint64_t start = v.plan.pieces[0].offset_bytes;
-    assert_int_equal(bd_overlay_feed_bytes(feed, 0, 0, map.data, start + 5, &err), BD_OK);
-    assert_int_equal(bd_overlay_feed_bytes(feed, 0, start + 6, map.data + start + 6, 100, &err),
-                     BD_E_INTERNAL);
-    assert_true(bd_overlay_feed_ready(feed) < v.plan.ready_count);
+    /* All but one byte of some piece: what it belongs to is not ready, nor is anything after it. */
+    const bd_overlay_piece *piece = &v.plan.pieces[support_random(&random) % v.plan.piece_count];
+    const uint64_t hole = piece->offset_bytes + support_random(&random) % piece->bytes;
+    MS_OK(bd_overlay_feed_bytes(feed, 0, 0, map.data, hole, &err), err);
+    MS_OK(bd_overlay_feed_bytes(feed, 0, hole + 1, map.data + hole + 1, map.bytes - hole - 1, &err),
+          err);
+    assert_int_equal(bd_overlay_feed_ready(feed), piece->ready_index);
+    MS_OK(bd_overlay_feed_bytes(feed, 0, hole, map.data + hole, 1, &err), err);
+    assert_int_equal(bd_overlay_feed_ready(feed), v.plan.ready_count);
     bd_overlay_feed_destroy(feed);
     bd_file_unmap(&map);
     ms_variant_close(&v);
@@ -209,6 +215,100 @@ static void write_config(const char *dir, const char *arch, const char *key, dou
 
 /* A variant with its own rope_theta: the reference is told the same theta. Tables are shared, and
  * come back when the overlay goes. */
+/* ---- Bytes in any order, by several threads ---- */
+
+enum { FEEDERS = 4 };
+
+typedef struct cuts { /* a file, cut anywhere, in a random order */
+    bd_overlay_feed *feed;
+    const uint8_t *data;
+    uint64_t *from, *bytes; /* [count] */
+    uint32_t count;
+    _Atomic uint32_t next;
+} cuts;
+
+static void *feed_some(void *arg) {
+    cuts *c = arg;
+    bd_error err = {0};
+    for (;;) {
+        const uint32_t i = atomic_fetch_add(&c->next, 1);
+        if (i >= c->count) return NULL;
+        const uint64_t from = c->from[i];
+        if (bd_overlay_feed_bytes(c->feed, 0, from, c->data + from, c->bytes[i], &err) != BD_OK)
+            return c;
+    }
+}
+
+static void cut(cuts *c, uint64_t bytes, uint64_t *random) {
+    const uint64_t average = bytes / (4 + support_random(random) % 400) + 1;
+    c->from = calloc(bytes, sizeof *c->from);
+    c->bytes = calloc(bytes, sizeof *c->bytes);
+    assert_true(c->from && c->bytes);
+    c->count = 0;
+    for (uint64_t at = 0; at < bytes; c->count++) {
+        uint64_t n = 1 + support_random(random) % (2 * average);
+        if (n > bytes - at) n = bytes - at;
+        const uint64_t k = support_random(random) % (c->count + 1);
+        c->from[c->count] = c->from[k], c->bytes[c->count] = c->bytes[k];
+        c->from[k] = at, c->bytes[k] = n;
+        at += n;
+    }
+}
+
+static void feed_anyhow(const uint8_t *data, uint64_t bytes, bd_overlay_feed *feed,
+                        uint64_t *random) {
+    pthread_t threads[FEEDERS];
+    cuts c = {.feed = feed, .data = data};
+    cut(&c, bytes, random);
+    for (uint32_t i = 0; i < FEEDERS; i++)
+        assert_int_equal(pthread_create(&threads[i], NULL, feed_some, &c), 0);
+    for (uint32_t i = 0; i < FEEDERS; i++) {
+        void *failed;
+        pthread_join(threads[i], &failed);
+        assert_null(failed);
+    }
+    free(c.from);
+    free(c.bytes);
+}
+
+/* The pages are those of a feed from the first byte to the last. */
+static void bytes_come_in_any_order(void **state) {
+    static const char *const deltas[] = {"demo/deltas/zen-mini-c", "demo/deltas/zen-mini-coder"};
+    bd_error err = {0};
+    uint64_t random = support_seed();
+    bd_model *model;
+    (void)state;
+    bd_model_options options = ms_options("demo/zen-mini");
+    options.delta_slots = 1;
+    MS_OK(bd_model_open(&options, &model, &err), err);
+    assert_true(bd_overlay_feeds_anywhere(model));
+    uint8_t *arena = bd_model_ops(model)->delta_arena(bd_model_backend(model));
+    const size_t arena_bytes = bd_model_page_count(model) * bd_model_page_bytes(model);
+    uint8_t *want = malloc(arena_bytes);
+    assert_non_null(want);
+    for (uint32_t n = 0; n < 12; n++) {
+        char path[600];
+        ms_variant v = {0};
+        bd_mapped_file map;
+        bd_overlay_feed *feed;
+        memset(arena, 0xa5, arena_bytes);
+        ms_variant_open(model, deltas[n % 2], 0, 0, &v);
+        memcpy(want, arena, arena_bytes);
+        memset(arena, 0xa5, arena_bytes);
+        snprintf(path, sizeof path, "%s/shard-00-of-01.safetensors", deltas[n % 2]);
+        MS_OK(bd_file_map(path, &map, &err), err);
+        MS_OK(bd_overlay_feed_create(model, &v.plan, v.pages, &feed, &err), err);
+        feed_anyhow(map.data, map.bytes, feed, &random);
+        assert_int_equal(bd_overlay_feed_ready(feed), v.plan.ready_count);
+        assert_memory_equal(arena, want, arena_bytes);
+        bd_overlay_feed_destroy(feed);
+        bd_file_unmap(&map);
+        ms_variant_close(&v);
+    }
+    free(want);
+    bd_model_close(model);
+}
+
 static void own_config_changes_rope_and_window(void **state) {
     char path[600], dir[256];
     mr_model reference;
@@ -378,7 +478,8 @@ int main(void) {
         cmocka_unit_test(misshapen_tensor_is_named),
         cmocka_unit_test(unknown_tensor_is_named),
         cmocka_unit_test(value_that_is_not_finite_is_named),
-        cmocka_unit_test(feed_refuses_holes),
+        cmocka_unit_test(feed_waits_for_holes),
+        cmocka_unit_test(bytes_come_in_any_order),
         cmocka_unit_test(own_config_changes_rope_and_window),
         cmocka_unit_test(digest_follows_the_frequencies),
         cmocka_unit_test(given_up_feed_is_waited_for),

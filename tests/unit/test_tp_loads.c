@@ -43,7 +43,9 @@ static bd_status refuse(bd_error *err) {
     char name[16] = "";
     pthread_getname_np(pthread_self(), name, sizeof name);
     const uint32_t rank = atomic_load(&refusing.rank);
-    if (strncmp(name, "bd-load-", 8) != 0 || (uint32_t)atoi(name + 8) != rank) return BD_OK;
+    /* Whichever of a rank's threads puts. */
+    if (strncmp(name, "bd-load-", 8) != 0 && strncmp(name, "bd-read-", 8) != 0) return BD_OK;
+    if ((uint32_t)atoi(name + 8) != rank) return BD_OK;
     if (atomic_fetch_sub(&refusing.after, 1) > 0) return BD_OK;
     return bd_fail(err, BD_E_DEVICE, "device", "a planted fault of rank %u", rank);
 }

@@ -138,6 +138,9 @@ typedef struct bd_backend_ops {
     /* count float32 values (already converted) to dst + 4 * first. */
     bd_status (*vector_put)(bd_backend *backend, void *dst, uint64_t first, const float *src,
                             uint64_t count, bd_error *err);
+    /* Puts to different places may run beside each other, on any threads, and are the callers' own
+     * stores; without put_flush and bring. false: all puts come from one thread. */
+    bool puts_anywhere;
     /* optional: wait for earlier puts to be visible */
     bd_status (*put_flush)(bd_backend *backend, bd_error *err);
     /* Optional, all three or none, for sources in memory of host_alloc. bring: the puts up to the

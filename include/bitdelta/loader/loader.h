@@ -1,9 +1,9 @@
-/* loader.h - brings a variant's delta from disk into device pages: one thread per rank, verified
- * chunk by chunk. Of a model that is split a load is that of all its ranks: pages are named as rank
- * 0 has them, ready_count is the least of any rank, and a rank that fails fails it. Owner: server.
- * Threads: submit and cancel from bd-sched; the loader's threads write a load's atomics and call
- * `notify`. A load's memory is the submitter's, who leaves it alone from submit until
- * bd_load_finished() is true. */
+/* loader.h - brings a variant's delta from disk into device pages: a thread per rank that orders it
+ * all, and others that read and verify, chunk by chunk. Of a model that is split a load is that of
+ * all its ranks: pages are named as rank 0 has them, ready_count is the least of any rank, and a
+ * rank that fails fails it. Owner: server. Threads: submit and cancel from bd-sched; the loader's
+ * threads write a load's atomics and call `notify`. A load's memory is the submitter's, who leaves
+ * it alone from submit until bd_load_finished() is true. */
 #ifndef BITDELTA_LOADER_LOADER_H
 #define BITDELTA_LOADER_LOADER_H
 
@@ -21,10 +21,12 @@ typedef struct bd_loader_options { /* 0 where a default is named */
     bd_model *model;
     uint32_t rank; /* names the threads: bd-load-<rank>; set by the loader of several */
     bd_io_choice io;
-    uint32_t read_threads; /* pread path; 8 */
+    /* How many read at once where no ring does (files in memory, buffered ones, --io pread), but no
+     * more than depth; and half as many again for sums and copies meanwhile. 8 */
+    uint32_t read_threads;
     /* One read; 4 MiB. A file whose chunks are larger is verified whole before it is read. */
     uint32_t block_bytes;
-    uint32_t depth;             /* blocks in flight, each with its staging; 8 */
+    uint32_t depth;             /* blocks in the ring; staging is for twice as many; 8 */
     uint32_t loads_in_parallel; /* further loads wait in order; 2 */
     /* Called from loader threads whenever a load moved on; must not block; may be NULL. */
     void (*notify)(void *ctx);

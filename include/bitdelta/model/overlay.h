@@ -74,18 +74,22 @@ void bd_overlay_join(bd_overlay *const *overlays, uint32_t count);
 void *bd_overlay_page_on(bd_model *model, uint32_t rank, void *page);
 
 /* Puts bytes [from, from + bytes) of file `file_index`, already verified, into the pages: every
- * whole row or value they complete. `data` is the whole file's bytes at `from`. Pieces may be fed
- * in any sizes but in ascending order; a carry buffer in *feed keeps the cut row.
- * What lies in memory of the backend's host_alloc must stay as it is until the feed is complete or
- * destroyed. */
+ * whole row or value they complete. `data` is the whole file's bytes at `from`. Each byte once, in
+ * pieces of any sizes; what is cut between two of them is kept until it is whole. Where
+ * bd_overlay_feeds_anywhere() says so, in any order and from any threads at once; else in ascending
+ * order from one thread. What lies in memory of the backend's host_alloc must stay as it is until
+ * the next call of feed_bytes for this model has returned, or the feed is settled or destroyed. */
 typedef struct bd_overlay_feed bd_overlay_feed;
+bool bd_overlay_feeds_anywhere(const bd_model *model);
 BD_MUST_CHECK bd_status bd_overlay_feed_create(bd_model *model, const bd_overlay_plan *plan,
                                                void *const *pages, bd_overlay_feed **out,
                                                bd_error *err);
 BD_MUST_CHECK bd_status bd_overlay_feed_bytes(bd_overlay_feed *feed, uint32_t file_index,
                                               uint64_t from, const uint8_t *data, uint64_t bytes,
                                               bd_error *err);
-/* Ready indices whose pieces are complete, counted from 0 without a gap. */
+/* When no more bytes are there for a while: what is complete is ready afterwards. */
+BD_MUST_CHECK bd_status bd_overlay_feed_settle(bd_overlay_feed *feed, bd_error *err);
+/* Ready indices whose pieces are complete, counted from 0 without a gap. Any thread. */
 uint32_t bd_overlay_feed_ready(const bd_overlay_feed *feed);
 /* Before the plan goes. Nothing reads what was fed or writes the pages afterwards. */
 void bd_overlay_feed_destroy(bd_overlay_feed *feed);

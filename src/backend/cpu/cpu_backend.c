@@ -334,6 +334,7 @@ static const bd_backend_ops cpu_ops = {
     .plane_part_put = bd_cpu_plane_part_put,
     .rows_put = bd_cpu_rows_put,
     .vector_put = bd_cpu_vector_put,
+    .puts_anywhere = true,
     .put_flush = NULL, /* a store is visible to whoever learns of it through a queue */
     .step_begin = bd_cpu_step_begin,
     .embed = bd_cpu_embed,
