@@ -255,6 +255,11 @@ static bd_status check_serve(parser *p) {
                        "%s (%llu) is less than one block of %u bytes, the least there is", at.label,
                        (unsigned long long)o->host_bytes, HOST_BLOCK_BYTES);
     }
+    if (!o->tls_cert != !o->tls_key) {
+        blame(p, o->tls_cert ? "tls-cert" : "tls-key", o->tls_cert ? "tls-key" : "tls-cert", &at);
+        return bd_fail(p->err, BD_E_ARGUMENT, at.subject, "%s needs %s beside it", at.label,
+                       at.other);
+    }
     if (o->prefill_chunk_tokens == 0)
         o->prefill_chunk_tokens =
             o->max_batch_tokens < PREFILL_CHUNK_TOKENS ? o->max_batch_tokens : PREFILL_CHUNK_TOKENS;

@@ -281,7 +281,7 @@ def test_start_errors_name_the_file(files, tmp_path):
              (empty, good_key, [empty, "certificates"]), (text, good_key, [text, "certificates"]), (good_key, good_key, [good_key, "certificates"]),
              (good_cert, good_cert, [good_cert, "private key"]), (good_cert, locked, [locked, "unencrypted"]),
              (good_cert, files / "other.key", [files / "other.key", "not the key"]), (tmp_path, good_key, [tmp_path]),
-             (good_cert, None, ["tls_key"]), (None, good_key, ["tls_cert"])]
+             (good_cert, None, ["--tls-cert needs --tls-key"]), (None, good_key, ["--tls-key needs --tls-cert"])]
     for certificate, key, words in cases:
         command = [BINARY, "serve", "--base", "demo/zen-mini", "--listen", "127.0.0.1:0", "--admin", "none"]
         command += ["--tls-cert", certificate] if certificate else []

@@ -196,6 +196,7 @@ static void test_faults(void **state) {
          ": prefill_chunk_tokens (600) is over max_batch_tokens (512)"},
         {"{\"loader\": {\"read_depth\": 1}, \"base\": {\"path\": \"x\"}}",
          ": loader.loads_in_parallel (2) is over loader.read_depth (1): each"},
+        {"{\"tls_cert\": \"y\", \"base\": {\"path\": \"x\"}}", ": tls_cert needs tls_key"},
         {"{\"cors_origin\": \"y\", \"base\": {\"path\": \"x\"}}", ": cors_origin: \"y\" is not an"},
     };
     for (size_t i = 0; i < sizeof k_rows / sizeof k_rows[0]; i++) {

@@ -247,6 +247,8 @@ static void test_wrong_usage(void **state) {
         {"serve --base x --loads-in-parallel 9", "--loads-in-parallel",
          "(9) is over --read-depth (8)"},
         {"serve --base x --cors-origin y", "--cors-origin", "--cors-origin: \"y\" is not an"},
+        {"serve --base x --tls-cert y", "--tls-cert", "--tls-cert needs --tls-key beside it"},
+        {"serve --base x --tls-key y", "--tls-key", "--tls-key needs --tls-cert beside it"},
         {"serve --base x --listen a:1 --listen=a:1", "--listen", "--listen: given twice"},
         {"inspect a --json --json", "--json", "--json: given twice"},
         {"serve --base x --config=", "--config", "empty"},
