@@ -137,6 +137,12 @@ static double time_us(k_attention_args *a, int layers, size_t layer_elements, in
     return (double)ms[REPEATS / 2] * 1e3 / layers;
 }
 
+static int sm_count(void) {
+    int count = 0;
+    OK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, 0));
+    return count;
+}
+
 static void run(attention_case c) {
     const int decode = c.rows == 1, tokens = c.before + c.rows,
               per_seq = (tokens + BLOCK - 1) / BLOCK, rows = c.batch * c.rows;
@@ -145,7 +151,6 @@ static void run(attention_case c) {
                  q_count = (size_t)rows * (size_t)(c.heads * c.dim);
     const int layers = decode ? 1 + (int)(300000000u / (layer * 2)) : 4;
     k_seq *seqs = calloc((size_t)c.batch, sizeof *seqs);
-    k_attention_row *list = calloc((size_t)c.batch, sizeof *list);
     int32_t *table = calloc((size_t)blocks, 4), *zero = calloc((size_t)rows, 4);
     k_attention_tile *tiles = calloc((size_t)(rows / K_ATTENTION_ROWS + c.batch), sizeof *tiles);
     int tile_count = 0;
@@ -153,8 +158,15 @@ static void run(attention_case c) {
         table[b] = (int32_t)((uint64_t)b * 7919u %
                              (uint64_t)blocks); /* scattered; distinct unless 7919 divides */
     for (int s = 0; s < c.batch; s++)
-        seqs[s] = (k_seq){s * c.rows, c.rows, c.before, s * per_seq},
-        list[s] = (k_attention_row){s * c.rows, tokens, 0, s * per_seq};
+        seqs[s] = (k_seq){s * c.rows, c.rows, c.before, s * per_seq};
+    const int parts = k_attention_splits(tokens), item_count = c.batch * parts;
+    k_attention_item *items = calloc((size_t)item_count, sizeof *items);
+    for (int i = 0; i < item_count; i++)
+        items[i] = (k_attention_item){.row = i / parts * c.rows,
+                                      .tokens = tokens,
+                                      .first_block = i / parts * per_seq,
+                                      .index = i / parts,
+                                      .part = i % parts};
     for (int r = (c.rows - 1) / K_ATTENTION_ROWS * K_ATTENTION_ROWS; r >= 0;
          r -= K_ATTENTION_ROWS) /* the longest first */
         for (int s = 0; s < c.batch; s++)
@@ -165,10 +177,11 @@ static void run(attention_case c) {
                           .seqs = upload(seqs, (size_t)c.batch * sizeof *seqs),
                           .kv_blocks = upload(table, (size_t)blocks * 4),
                           .tiles = upload(tiles, (size_t)tile_count * sizeof *tiles),
-                          .decode_rows = upload(list, (size_t)c.batch * sizeof *list),
+                          .decode_items = upload(items, (size_t)item_count * sizeof *items),
+                          .decode_count = upload(&item_count, 4),
                           .tile_count = tile_count,
-                          .decode_count = c.batch,
-                          .split_count = k_attention_splits(tokens),
+                          .decode_items_max = item_count,
+                          .sm_count = sm_count(),
                           .rows = rows,
                           .heads = c.heads,
                           .kv_heads = c.kv_heads,
@@ -200,10 +213,11 @@ static void run(attention_case c) {
                       (void *)(uintptr_t)a.seqs,
                       (void *)(uintptr_t)a.kv_blocks,
                       (void *)(uintptr_t)a.tiles,
-                      (void *)(uintptr_t)a.decode_rows};
+                      (void *)(uintptr_t)a.decode_count,
+                      (void *)(uintptr_t)a.decode_items};
     for (size_t i = 0; i < sizeof device / sizeof *device; i++)
         OK(cudaFree(device[i]));
-    free(seqs), free(table), free(list), free(zero), free(tiles);
+    free(seqs), free(table), free(items), free(zero), free(tiles);
 }
 
 int main(void) {

@@ -146,6 +146,16 @@ __device__ __forceinline__ void epilogue(float (&d)[TOK / 2], const CUtensorMap*
   }
 }
 
+// Registers -> float32 [rows][wide_stride], 32 bytes of a row at a time: the head's logits, which 16 bits do not hold.
+template <int TOK> __device__ __forceinline__ void epilogue_wide(const float (&d)[TOK / 2], const k_gemm_args& a, Tile t, int wg, int warp, int lane) {
+  const int n = t.tn * 128 + wg * 64 + warp * 16 + lane / 4, m0 = t.m0 + 2 * (lane & 3);
+#pragma unroll
+  for (int i = 0; i < TOK / 2; i++) {
+    const int m = m0 + 8 * (i / 4) + (i & 1), row = n + 8 * (i / 2 % 2);
+    if (m < t.m1 && row < a.n) a.wide[(size_t)m * a.wide_stride + row] = d[i];
+  }
+}
+
 template <typename T> __device__ __forceinline__ u32 alpha2(const float* alpha, int row, int N) {
   float a = row < N ? __ldg(alpha + row) : 0.f;
   return Elem<T>::pack(a, a);
@@ -275,7 +285,8 @@ __global__ void __cluster_dims__(Cluster<SPLIT>::SIZE) __launch_bounds__(384, 1)
       if constexpr (SPLIT == 1) {
         release_stage<PAIR>(empty + 8 * (pp.stage == 0 ? P::STAGES - 1 : pp.stage - 1), lane);
         add_bias(d, a, t.variant, t.tn * 128 + g);
-        epilogue<T, TOK>(d, &a.y, (T*)a.y_data, a.n, t, base + P::OUT_OFF + wg * 2 * OUT_BYTES, turn, wg, warp, lane);
+        if (!DELTA && a.wide) epilogue_wide<TOK>(d, a, t, wg, warp, lane);
+        else epilogue<T, TOK>(d, &a.y, (T*)a.y_data, a.n, t, base + P::OUT_OFF + wg * 2 * OUT_BYTES, turn, wg, warp, lane);
       } else {
         named_barrier(3, 256);  // both warpgroups are done with the stages
         dump_partial<TOK, SPLIT>(d, base, threadIdx.x);
@@ -284,7 +295,8 @@ __global__ void __cluster_dims__(Cluster<SPLIT>::SIZE) __launch_bounds__(384, 1)
         reduce_partial<TOK, SPLIT>(f, base, rank, threadIdx.x);
         add_bias(f, a, t.variant, t.tn * 128 + g);
         t.m0 += rank * (TOK / SPLIT);
-        epilogue<T, TOK / SPLIT>(f, &a.y, (T*)a.y_data, a.n, t, base + P::OUT_OFF + wg * 2 * OUT_BYTES, turn, wg, warp, lane);
+        if (!DELTA && a.wide) epilogue_wide<TOK / SPLIT>(f, a, t, wg, warp, lane);
+        else epilogue<T, TOK / SPLIT>(f, &a.y, (T*)a.y_data, a.n, t, base + P::OUT_OFF + wg * 2 * OUT_BYTES, turn, wg, warp, lane);
       }
     }
     if (warp == 0 && lane == 0) bulk_wait<0>();

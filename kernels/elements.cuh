@@ -41,6 +41,35 @@ template <typename T> static __device__ __forceinline__ float load_any(const voi
     return narrow ? T::load(((const uint16_t *)data)[i]) : ((const float *)data)[i];
 }
 
+// Eight neighbours, the i-th eight of an array that starts at a multiple of 16 bytes; norm weights may start at any float.
+static __device__ __forceinline__ void load8(float (&v)[8], const float *data, size_t i) {
+    if (((uintptr_t)data & 15) == 0) {
+        const float4 a = ((const float4 *)data)[2 * i], b = ((const float4 *)data)[2 * i + 1];
+        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+    } else
+#pragma unroll
+        for (int j = 0; j < 8; j++) v[j] = data[8 * i + j];
+}
+template <typename T> static __device__ __forceinline__ void load8_any(float (&v)[8], const void *data, size_t i, bool narrow) {
+    if (!narrow) return load8(v, (const float *)data, i);
+    const uint4 a = ((const uint4 *)data)[i];
+    const uint32_t words[4] = {a.x, a.y, a.z, a.w};
+#pragma unroll
+    for (int j = 0; j < 4; j++) v[2 * j] = T::load((uint16_t)words[j]), v[2 * j + 1] = T::load((uint16_t)(words[j] >> 16));
+}
+static __device__ __forceinline__ void store8(float *data, size_t i, const float (&v)[8]) {
+    ((float4 *)data)[2 * i] = make_float4(v[0], v[1], v[2], v[3]), ((float4 *)data)[2 * i + 1] = make_float4(v[4], v[5], v[6], v[7]);
+}
+template <typename T> static __device__ __forceinline__ void store8(uint16_t *data, size_t i, const float (&v)[8]) {
+    ((uint4 *)data)[i] = make_uint4(T::pack(v[0], v[1]), T::pack(v[2], v[3]), T::pack(v[4], v[5]), T::pack(v[6], v[7]));
+}
+static __device__ __forceinline__ float sum_of_squares(const float (&v)[8]) {
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < 8; j++) sum += v[j] * v[j];
+    return sum;
+}
+
 static __device__ __forceinline__ void copy16_async(uint32_t dst_s, const void *src, bool there) { // absent: zeros
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst_s), "l"(src), "r"(there ? 16 : 0) : "memory");
 }

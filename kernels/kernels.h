@@ -66,10 +66,11 @@ typedef struct k_gemm_args {
     CUtensorMap w, x, y; /* W [n, k] box 128 x 64; x [rows, k] box (tok / 2) x 64; Y [rows, n] box 32 x 64; 128-byte swizzle */
     const void *w_data;
     void *y_data;        /* [rows, n] */
+    float *wide;         /* NULL, or in place of y: [rows, wide_stride] float32, of launches without deltas */
     const float *bias;   /* base's [n], may be NULL */
     const k_overlay_linear *overlays;
     const k_gemm_tile *tiles;
-    int32_t tile_count, n, k;
+    int32_t tile_count, n, k, wide_stride;
     bool fp16;
     int32_t group;       /* W-tile pairs per scheduling group */
     int32_t sm_count;
@@ -174,6 +175,8 @@ typedef struct k_norm_args {
     bool overlap; /* sm_90: the kernel before may still run at the launch (programmatic dependent launch) */
     float eps;
 } k_norm_args;
+#define K_NORM_WIDTH_MAX 16384
+/* width % 8 == 0. All but gamma in pieces of 16 bytes. */
 cudaError_t k_norm_residual(const k_norm_args *args, cudaStream_t stream);
 
 /* act[m][i] = f(gate[m][i]) * up[m][i]; gelu: tanh form, else SiLU */
@@ -183,7 +186,7 @@ typedef struct k_gate_args {
     int32_t rows, width, in_stride;
     bool in_half, gelu, fp16;
     bool overlap;           /* as k_norm_args' */
-} k_gate_args;
+} k_gate_args; /* width and in_stride % 8 == 0, pieces of 16 bytes */
 cudaError_t k_gate(const k_gate_args *args, cudaStream_t stream);
 
 /* Paged KV of one layer: [block][key, value][kv_head][block_tokens][head_dim], bf16 or fp16 */
@@ -195,9 +198,12 @@ typedef struct k_attention_tile { /* K_ATTENTION_ROWS rows of a sequence, from i
     int32_t seq, first_row;
 } k_attention_tile;
 #define K_ATTENTION_ROWS 128
-typedef struct k_attention_row { /* the one row of a sequence, and the keys it sees: [first_key, tokens) */
-    int32_t row, tokens, first_key, first_block; /* tokens 0: no row */
-} k_attention_row;
+/* One part of the keys that the one row of a sequence sees, [first_key, tokens). Parts are counted from the one that holds first_key, or,
+ * where a layer has no window, from key 0: those beyond the last are passed over. */
+typedef struct k_attention_item {
+    int32_t row, tokens, first_key, first_block, index, part, unused[2]; /* index: which of the partial results are the sequence's */
+} k_attention_item;
+#define K_ATTENTION_KEYS 512  /* of a part, about, unless they are too many */
 #define K_ATTENTION_SPLITS 16 /* at most so many parts of a sequence's keys are worked on side by side */
 
 typedef struct k_attention_args {
@@ -217,15 +223,17 @@ typedef struct k_attention_args {
     const float *const *q_gammas, *const *k_gammas; /* [overlay_count] */
     const int32_t *row_overlay;
     const k_attention_tile *tiles;    /* k_attention_prefill: its work */
-    const k_attention_row *decode_rows; /* k_attention_decode: its work */
-    float *partials;                  /* [decode_count][heads][K_ATTENTION_SPLITS][head_dim + 2] */
-    unsigned *counters;               /* [decode_count][heads], zero before the first call, left zero */
-    int32_t tile_count, decode_count, split_count; /* split_count: k_attention_splits of the longest of decode_rows, or more */
+    const k_attention_item *decode_items; /* k_attention_decode: its work, at multiples of 16 bytes */
+    const int32_t *decode_count;          /* how many of them */
+    float *partials;                  /* [indices of decode_items][heads][K_ATTENTION_SPLITS][head_dim + 2] */
+    unsigned *counters;               /* [indices][heads], zero before the first call, left zero */
+    int32_t tile_count, decode_items_max, sm_count; /* decode_items_max: their number, or more */
     int32_t rows, heads, kv_heads, head_dim, rotary_dim, block_tokens, rope_positions;
     int32_t q_stride, kv_stride;
     bool use_window, norm_plus_one, in_half;
+    bool decode_sparse; /* decode_items_max is far from their number */
     bool fp16;    /* the element type of all 16-bit arrays here; else bf16 */
-    bool overlap; /* sm_90: decode may start while k_rope_kv_write, launched just before, still runs */
+    bool overlap; /* as k_norm_args'; keys of earlier steps must be no running kernel's */
     float scale, softcap, eps;
 } k_attention_args;
 /* Also zeroes what follows a sequence's last token in a page whose first token is of this step: the tail of a page is finite. */
@@ -240,19 +248,19 @@ static inline uint32_t k_attention_box(int32_t head_dim, int32_t block_tokens) {
     const int32_t keys = head_dim <= 128 ? 128 : 64;
     return (uint32_t)(block_tokens < keys ? block_tokens : keys);
 }
-/* head_dim 64, 80, 96, 128, 256: the rows of decode_rows. */
+/* head_dim 64, 80, 96, 128, 256, block_tokens 8 or more: the rows of decode_items. */
 cudaError_t k_attention_decode(const k_attention_args *args, cudaStream_t stream);
 bool k_attention_fast(int32_t head_dim);
 uint32_t k_attention_shared_bytes(int32_t head_dim); /* what a block of k_attention_decode takes */
 /* Keys that one part of a sequence of `tokens` keys takes, and how many parts that makes: a function of the length alone, so
  * that a sequence's result does not depend on its batch. */
 K_BOTH_SIDES static inline int32_t k_attention_part(int32_t tokens) {
-    const int32_t even = (tokens + K_ATTENTION_SPLITS - 1) / K_ATTENTION_SPLITS;
-    return even <= 512 ? 512 : (even + 63) / 64 * 64;
+    const int32_t wanted = (tokens + K_ATTENTION_KEYS - 1) / K_ATTENTION_KEYS, parts = wanted < 1 ? 1 : wanted < K_ATTENTION_SPLITS ? wanted : K_ATTENTION_SPLITS;
+    return ((tokens + parts - 1) / parts + 15) / 16 * 16;
 }
 K_BOTH_SIDES static inline int32_t k_attention_splits(int32_t tokens) {
     const int32_t part = k_attention_part(tokens);
-    return (tokens + part - 1) / part;
+    return part ? (tokens + part - 1) / part : 0;
 }
 
 cudaError_t k_gather_rows(uint16_t *dst, const uint16_t *src, const int32_t *rows, int32_t count, int32_t width,
@@ -283,7 +291,8 @@ typedef struct k_sample_result {
     float top_logprobs[K_TOP_MAX];
 } k_sample_result;
 
-/* logits: [rows, vocab] raw, soft-capped and masked in place; scratch: [rows, 2, vocab]. */
+/* logits: [rows, vocab] raw, soft-capped and masked in place; scratch: [rows, vocab rounded up to a multiple of 4];
+ * both on 16 bytes. */
 cudaError_t k_sample(float *logits, float *scratch, const k_sample_row *rows, const k_edit *edits, k_sample_result *results,
                      int32_t row_count, int32_t vocab, float softcap, cudaStream_t stream);
 

@@ -43,6 +43,7 @@ template <typename T, int GROUPS> __global__ void __launch_bounds__(128) linear_
     const int n0 = blockIdx.x * 16, steps = (a.k + 63) / 64, chunks = (a.k + 255) / 256;
     const int row0 = n0 + g, row1 = n0 + g + 8;
     const uint16_t *w0 = a.w + (size_t)row0 * a.k, *w1 = a.w + (size_t)row1 * a.k;
+    const int end_segment = a.planes_max ? tile.end_segment : tile.first_segment;
     float total[GROUPS][4] = {};
     for (int plane = 0; plane <= a.planes_max; plane++) { // pass 0: the base and plane 0; pass p: plane p; none: the base alone
         if (plane && plane == a.planes_max) break;
@@ -64,7 +65,7 @@ template <typename T, int GROUPS> __global__ void __launch_bounds__(128) linear_
 #pragma unroll
                     for (int j = 0; j < GROUPS; j++) mma<T>(base[j], u[2 * i], v[2 * i], u[2 * i + 1], v[2 * i + 1], x[j][2 * i], x[j][2 * i + 1]);
             }
-            for (int s = tile.first_segment; s < tile.end_segment; s++) {
+            for (int s = tile.first_segment; s < end_segment; s++) {
                 const k_segment segment = a.segments[s];
                 if (segment.overlay < 0 || plane >= a.overlays[segment.overlay].plane_count) continue;
                 const uint8_t *bits = a.overlays[segment.overlay].bits[plane];

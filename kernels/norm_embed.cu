@@ -4,10 +4,17 @@
 
 namespace {
 
-// Lets the next kernel start fetching its weights, then waits for the kernel before (both matter on sm_90 only).
-__device__ __forceinline__ void overlap() {
+constexpr int NORM_THREADS = 512;
+
+// Lets the next kernel start fetching its weights; then waits for the kernel before. Both matter on sm_90 only.
+__device__ __forceinline__ void let_next_start() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_last() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
@@ -28,49 +35,83 @@ template <typename T> __global__ void __launch_bounds__(256) embed_kernel(const 
     }
 }
 
-// If add: residual += post ? rms(proj) * post_gamma : proj. normed = rms(residual) * gamma. One block per row.
-template <typename T> __global__ void __launch_bounds__(256) norm_kernel(const k_norm_args a) {
-    __shared__ float red[8];
-    overlap();
-    const int m = blockIdx.x;
-    const int overlay = a.row_overlay[m];
+// If add: residual += post ? rms(proj) * post_gamma : proj. normed = rms(residual) * gamma. One block per row; a thread keeps
+// its PARTS pieces of eight neighbours in registers, so that the row is read and written once. Gamma is no kernel's output and
+// fetched before the kernel before has ended.
+template <typename T, int PARTS> __global__ void __launch_bounds__(NORM_THREADS) norm_kernel(const __grid_constant__ k_norm_args a) {
+    __shared__ float red[32];
+    constexpr bool EARLY = PARTS <= 2; // as many registers as there are
+    let_next_start();
+    const int m = blockIdx.x, at = (int)threadIdx.x, step = (int)blockDim.x, pieces = a.width / 8, overlay = a.row_overlay[m];
     const float *own = overlay >= 0 ? a.gammas[overlay] : nullptr, *gamma = own ? own : a.gamma;
+    float weight[EARLY ? PARTS : 1][8], r[PARTS][8];
+    if (EARLY)
+#pragma unroll
+        for (int j = 0; j < PARTS; j++)
+            if (at + j * step < pieces) load8(weight[EARLY ? j : 0], gamma, at + j * step);
+    wait_for_last();
+    const size_t row = (size_t)m * pieces;
+#pragma unroll
+    for (int j = 0; j < PARTS; j++)
+        if (at + j * step < pieces) load8(r[j], a.residual, row + at + j * step);
     const float one = a.plus_one ? 1.f : 0.f;
-    float *r = a.residual + (size_t)m * a.width;
     if (a.add) {
-        const size_t p = (size_t)m * a.width;
-        float factor = 1;
+        float p[PARTS][8], square = 0, factor = 1;
+#pragma unroll
+        for (int j = 0; j < PARTS; j++)
+            if (at + j * step < pieces) {
+                load8_any<T>(p[j], a.proj, row + at + j * step, a.proj_half);
+                square += sum_of_squares(p[j]);
+            }
         const float *post = nullptr;
         if (a.post_gamma) {
             const float *own_post = overlay >= 0 ? a.post_gammas[overlay] : nullptr;
             post = own_post ? own_post : a.post_gamma;
-            float square = 0;
-            for (int i = threadIdx.x; i < a.width; i += blockDim.x) {
-                float v = load_any<T>(a.proj, p + i, a.proj_half);
-                square += v * v;
-            }
             factor = rsqrtf(block_sum(square, red) / a.width + a.eps);
         }
-        for (int i = threadIdx.x; i < a.width; i += blockDim.x) {
-            float v = load_any<T>(a.proj, p + i, a.proj_half);
-            r[i] += post ? v * factor * (one + post[i]) : v;
-        }
+#pragma unroll
+        for (int j = 0; j < PARTS; j++)
+            if (at + j * step < pieces) {
+                float g[8];
+                if (post) load8(g, post, at + j * step);
+#pragma unroll
+                for (int i = 0; i < 8; i++) r[j][i] += post ? p[j][i] * factor * (one + g[i]) : p[j][i];
+                store8(a.residual, row + at + j * step, r[j]);
+            }
     }
     float square = 0;
-    for (int i = threadIdx.x; i < a.width; i += blockDim.x) square += r[i] * r[i];
-    float factor = rsqrtf(block_sum(square, red) / a.width + a.eps);
-    for (int i = threadIdx.x; i < a.width; i += blockDim.x)
-        a.normed[(size_t)m * a.width + i] = T::store(r[i] * factor * (one + gamma[i]));
+#pragma unroll
+    for (int j = 0; j < PARTS; j++)
+        if (at + j * step < pieces) square += sum_of_squares(r[j]);
+    const float factor = rsqrtf(block_sum(square, red) / a.width + a.eps);
+#pragma unroll
+    for (int j = 0; j < PARTS; j++)
+        if (at + j * step < pieces) {
+            if (!EARLY) load8(weight[0], gamma, at + j * step);
+#pragma unroll
+            for (int i = 0; i < 8; i++) r[j][i] *= factor * (one + weight[EARLY ? j : 0][i]);
+            store8<T>(a.normed, row + at + j * step, r[j]);
+        }
 }
 
-// act[m][i] = f(gate[m][i]) * up[m][i]
-template <typename T> __global__ void __launch_bounds__(256) gate_kernel(const k_gate_args a) {
-    overlap();
-    const int i = blockIdx.x * blockDim.x + threadIdx.x, m = blockIdx.y;
-    if (i >= a.width) return;
-    float g = load_any<T>(a.gate, (size_t)m * a.in_stride + i, a.in_half);
-    float f = a.gelu ? 0.5f * g * (1.f + tanhf(0.7978845608028654f * (g + 0.044715f * g * g * g))) : g / (1.f + expf(-g));
-    a.act[(size_t)m * a.width + i] = T::store(f * load_any<T>(a.up, (size_t)m * a.in_stride + i, a.in_half));
+// act[m][i] = f(gate[m][i]) * up[m][i], eight neighbours a thread
+template <typename T> __global__ void __launch_bounds__(256) gate_kernel(const __grid_constant__ k_gate_args a) {
+    let_next_start();
+    const int i = (int)(blockIdx.x * blockDim.x + threadIdx.x), pieces = a.width / 8;
+    const size_t in = (size_t)blockIdx.y * (a.in_stride / 8) + i;
+    wait_for_last();
+    if (i >= pieces) return;
+    float g[8], u[8];
+    load8_any<T>(g, a.gate, in, a.in_half);
+    load8_any<T>(u, a.up, in, a.in_half);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const float v = g[j];
+        // gelu: 1 + tanh(t) = 2 / (1 + exp(-2t))
+        const float t = a.gelu ? 1.5957691216057308f * (v + 0.044715f * v * v * v) : v;
+        g[j] = v / (1.f + __expf(-t)) * u[j];
+    }
+    store8<T>(a.act, (size_t)blockIdx.y * pieces + i, g);
 }
 
 __global__ void __launch_bounds__(256) gather_kernel(uint16_t *dst, const uint16_t *src, const int32_t *rows, int width) {
@@ -78,30 +119,42 @@ __global__ void __launch_bounds__(256) gather_kernel(uint16_t *dst, const uint16
         dst[(size_t)blockIdx.x * width + i] = src[(size_t)rows[blockIdx.x] * width + i];
 }
 
-template <typename A> cudaError_t launch(void (*kernel)(A), const A &args, dim3 grid, bool overlap, cudaStream_t stream) {
+template <typename A> cudaError_t launch(void (*kernel)(A), const A &args, dim3 grid, unsigned threads, bool overlap, cudaStream_t stream) {
     cudaLaunchConfig_t c = {};
     cudaLaunchAttribute at[1];
     at[0].id = cudaLaunchAttributeProgrammaticStreamSerialization, at[0].val.programmaticStreamSerializationAllowed = 1;
-    c.gridDim = grid, c.blockDim = dim3(256), c.stream = stream, c.attrs = at, c.numAttrs = overlap ? 1 : 0;
+    c.gridDim = grid, c.blockDim = dim3(threads), c.stream = stream, c.attrs = at, c.numAttrs = overlap ? 1 : 0;
     return cudaLaunchKernelEx(&c, kernel, args);
+}
+
+template <typename T> cudaError_t launch_norm(const k_norm_args &a, cudaStream_t stream) {
+    const int pieces = a.width / 8, parts = (pieces + NORM_THREADS - 1) / NORM_THREADS;
+    const unsigned threads = parts > 1 ? NORM_THREADS : (unsigned)(pieces + 31) / 32 * 32;
+    const dim3 grid((unsigned)a.rows);
+    if (parts <= 1) return launch(norm_kernel<T, 1>, a, grid, threads, a.overlap, stream);
+    if (parts <= 2) return launch(norm_kernel<T, 2>, a, grid, threads, a.overlap, stream);
+    if (parts <= 4) return launch(norm_kernel<T, 4>, a, grid, threads, a.overlap, stream);
+    return cudaErrorInvalidValue;
 }
 
 } // namespace
 
 extern "C" cudaError_t k_embed(const k_embed_args *a, cudaStream_t stream) {
     if (!a->rows) return cudaSuccess;
-    return launch(a->fp16 ? embed_kernel<fp16_type> : embed_kernel<bf16_type>, *a, dim3((unsigned)a->rows), false, stream);
+    return launch(a->fp16 ? embed_kernel<fp16_type> : embed_kernel<bf16_type>, *a, dim3((unsigned)a->rows), 256, false, stream);
 }
 
 extern "C" cudaError_t k_norm_residual(const k_norm_args *a, cudaStream_t stream) {
     if (!a->rows) return cudaSuccess;
-    return launch(a->fp16 ? norm_kernel<fp16_type> : norm_kernel<bf16_type>, *a, dim3((unsigned)a->rows), a->overlap, stream);
+    if (a->width % 8) return cudaErrorInvalidValue;
+    return a->fp16 ? launch_norm<fp16_type>(*a, stream) : launch_norm<bf16_type>(*a, stream);
 }
 
 extern "C" cudaError_t k_gate(const k_gate_args *a, cudaStream_t stream) {
     if (!a->rows) return cudaSuccess;
-    const dim3 grid((unsigned)(a->width + 255) / 256, (unsigned)a->rows);
-    return launch(a->fp16 ? gate_kernel<fp16_type> : gate_kernel<bf16_type>, *a, grid, a->overlap, stream);
+    if (a->width % 8 || a->in_stride % 8) return cudaErrorInvalidValue;
+    const dim3 grid((unsigned)(a->width / 8 + 255) / 256, (unsigned)a->rows);
+    return launch(a->fp16 ? gate_kernel<fp16_type> : gate_kernel<bf16_type>, *a, grid, 256, a->overlap, stream);
 }
 
 extern "C" cudaError_t k_gather_rows(uint16_t *dst, const uint16_t *src, const int32_t *rows, int32_t count, int32_t width, cudaStream_t stream) {

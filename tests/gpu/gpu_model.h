@@ -163,7 +163,7 @@ static inline void gpu_model_close(gpu_model *m) {
 }
 
 typedef struct gpu_batch { /* sequences of equal length, sequence s in blocks s * per_seq .. */
-    uint32_t seqs, rows_each, before, segments;
+    uint32_t seqs, segments;
     int32_t *tokens;
     uint32_t *positions, *seq_of_row, *blocks;
     bd_seq *seq;
@@ -176,6 +176,7 @@ typedef struct gpu_batch { /* sequences of equal length, sequence s in blocks s 
 /* `variants` of them shared out over the sequences in order, the rest (and variants 0) the base; logits of last rows. */
 static inline gpu_batch *gpu_batch_make(gpu_model *m, uint32_t seqs, uint32_t rows_each, uint32_t before, uint32_t variants) {
     gpu_batch *b = calloc(1, sizeof *b);
+    b->seqs = seqs;
     const uint32_t rows = seqs * rows_each, per_seq = (before + rows_each + GPU_MODEL_BLOCK) / GPU_MODEL_BLOCK;
     b->tokens = calloc(rows, 4), b->positions = calloc(rows, 4), b->seq_of_row = calloc(rows, 4), b->blocks = calloc((size_t)seqs * per_seq, 4);
     b->seq = calloc(seqs, sizeof *b->seq), b->segment = calloc(seqs + 1, sizeof *b->segment), b->logits = calloc(seqs, sizeof *b->logits);

@@ -9,7 +9,7 @@ typedef struct attention_case {
 
 enum { SEQS = 7, POSITIONS = 1100 };
 static const int kv_before[SEQS] = {0, 5, 130, 300, 1000, 0, 767}, row_count[SEQS] = {9, 1, 170, 3, 1, 1, 1};
-static int major; /* of the device's compute capability */
+static int major, sm_count; /* of the device: compute capability, multiprocessors */
 
 typedef struct world {
     attention_case c;
@@ -128,11 +128,10 @@ static void reference(world *w, double *out) {
 }
 
 typedef struct device_world {
-    buffer q_in, k_in, v_in, q, kv, out, rope, zeros, windows, positions, seq_of_row, seqs, table, q_gamma, k_gamma, none, tiles, decode, partials, counters;
+    buffer q_in, k_in, v_in, q, kv, out, rope, zeros, windows, positions, seq_of_row, seqs, table, q_gamma, k_gamma, none, tiles, items, item_count, partials, counters;
     int window;
     k_attention_args args;
     k_attention_tile host_tiles[64];
-    k_attention_row host_decode[SEQS];
     CUtensorMap q_map, kv_map;
 } device_world;
 
@@ -158,19 +157,25 @@ static CUtensorMap map_make(const void *data, size_t rows, size_t cols, unsigned
 /* Tiles of sequences of several rows, a list of those of one row. */
 static void work_list(device_world *d, const k_seq *seqs, int count) {
     k_attention_args *a = &d->args;
-    a->tile_count = a->decode_count = 0, a->split_count = 1;
+    k_attention_item items[SEQS * K_ATTENTION_SPLITS] = {0};
+    int32_t item_count = 0, index = 0;
+    a->tile_count = 0;
     for (int s = 0; s < count; s++) {
         const int splits = k_attention_splits(seqs[s].kv_before + 1);
         if (seqs[s].row_count == 1) {
             const int tokens = seqs[s].kv_before + 1, window = d->window;
-            d->host_decode[a->decode_count++] = (k_attention_row){seqs[s].first_row, tokens, window && tokens > window ? tokens - window : 0, seqs[s].first_block};
-            if (splits > a->split_count) a->split_count = splits;
+            for (int i = 0; i < splits; i++)
+                items[item_count++] = (k_attention_item){seqs[s].first_row, tokens, window && tokens > window ? tokens - window : 0, seqs[s].first_block, index, i, {0}};
+            index++;
             continue;
         }
         for (int r = 0; r < seqs[s].row_count; r += K_ATTENTION_ROWS) d->host_tiles[a->tile_count++] = (k_attention_tile){s, r};
     }
+    a->decode_sparse = test_next() % 2; /* as in a recording */
+    a->decode_items_max = a->decode_sparse ? SEQS * K_ATTENTION_SPLITS : item_count;
+    CUDA_OK(cudaMemcpy(d->items.data, items, sizeof items, cudaMemcpyHostToDevice));
+    CUDA_OK(cudaMemcpy(d->item_count.data, &item_count, 4, cudaMemcpyHostToDevice));
     CUDA_OK(cudaMemcpy(d->tiles.data, d->host_tiles, sizeof d->host_tiles, cudaMemcpyHostToDevice));
-    CUDA_OK(cudaMemcpy(d->decode.data, d->host_decode, sizeof d->host_decode, cudaMemcpyHostToDevice));
     CUDA_OK(cudaMemcpy(d->seqs.data, seqs, (size_t)count * sizeof *seqs, cudaMemcpyHostToDevice));
 }
 
@@ -183,15 +188,15 @@ static device_world world_upload(const world *w) {
                       buffer_make(NULL, wide * 2), buffer_make(w->rope, (size_t)POSITIONS * (size_t)c.rotary_dim * 4), buffer_make(w->zeros, rows * 4),
                       buffer_make(w->windows, rows * 4), buffer_make(w->positions, rows * 4), buffer_make(w->seq_of_row, rows * 4), buffer_make(NULL, 64 * sizeof(k_seq)),
                       buffer_make(w->table, (size_t)w->blocks * 4), buffer_make(w->q_gamma, (size_t)c.head_dim * 4), buffer_make(w->k_gamma, (size_t)c.head_dim * 4),
-                      buffer_make(w->no_overlay, rows * 4), buffer_make(NULL, 64 * sizeof(k_attention_tile)), buffer_make(NULL, SEQS * sizeof(k_attention_row)), buffer_make(NULL, partials),
+                      buffer_make(w->no_overlay, rows * 4), buffer_make(NULL, 64 * sizeof(k_attention_tile)), buffer_make(NULL, SEQS * K_ATTENTION_SPLITS * sizeof(k_attention_item)), buffer_make(NULL, 4), buffer_make(NULL, partials),
                       buffer_make(NULL, counters * 4), .window = c.window};
     CUDA_OK(cudaMemset(d.counters.data, 0, counters * 4));
     d.args = (k_attention_args){.q_in = d.q_in.data, .k_in = d.k_in.data, .v_in = d.v_in.data, .q = d.q.data, .kv = d.kv.data, .out = d.out.data, .rope = d.rope.data,
                                 .row_rope = d.zeros.data, .row_window = d.windows.data, .positions = d.positions.data, .seq_of_row = d.seq_of_row.data, .seqs = d.seqs.data,
                                 .kv_blocks = d.table.data, .q_gamma = c.norm ? d.q_gamma.data : NULL, .k_gamma = c.norm ? d.k_gamma.data : NULL, .row_overlay = d.none.data,
-                                .tiles = d.tiles.data, .decode_rows = d.decode.data, .partials = d.partials.data, .counters = d.counters.data, .rows = w->rows,
+                                .tiles = d.tiles.data, .decode_items = d.items.data, .decode_count = d.item_count.data, .sm_count = sm_count, .partials = d.partials.data, .counters = d.counters.data, .rows = w->rows,
                                 .q_stride = c.heads * c.head_dim, .kv_stride = c.kv_heads * c.head_dim, .heads = c.heads, .kv_heads = c.kv_heads, .head_dim = c.head_dim,
-                                .rotary_dim = c.rotary_dim, .block_tokens = c.block_tokens, .rope_positions = POSITIONS, .use_window = c.window > 0, .fp16 = c.fp16,
+                                .rotary_dim = c.rotary_dim, .block_tokens = c.block_tokens, .rope_positions = POSITIONS, .use_window = c.window > 0, .fp16 = c.fp16, .overlap = major >= 9,
                                 .scale = (float)(1 / sqrt(c.head_dim)), .softcap = c.softcap, .eps = 1e-6f};
     if (major == 9 && k_attention_fast(c.head_dim)) {
         d.q_map = map_make(d.q.data, rows, (size_t)(c.heads * c.head_dim), K_ATTENTION_ROWS, c.fp16);
@@ -269,7 +274,7 @@ static void check(attention_case c) {
         check_invariance(&w, &d, fast, again);
     }
     buffer *all[] = {&d.q_in, &d.k_in, &d.v_in, &d.q, &d.kv, &d.out, &d.rope, &d.zeros, &d.windows, &d.positions, &d.seq_of_row, &d.seqs, &d.table, &d.q_gamma, &d.k_gamma, &d.none,
-                     &d.tiles, &d.decode, &d.partials, &d.counters};
+                     &d.tiles, &d.items, &d.item_count, &d.partials, &d.counters};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) buffer_free(all[i]);
     void *host[] = {plain, fast, again, kv, want, w.table, w.positions, w.seq_of_row, w.zeros, w.windows, w.no_overlay, w.q, w.k, w.v, w.rope, w.q_gamma, w.k_gamma, w.kv};
     for (size_t i = 0; i < sizeof host / sizeof *host; i++) free(host[i]);
@@ -293,7 +298,10 @@ static void test_shapes(void **state) {
 
 int main(int argc, char **argv) {
     gpu_test_begin(argc, argv);
-    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) != cudaSuccess) return 1;
+    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) != cudaSuccess ||
+        cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, 0) != cudaSuccess)
+        return 1;
+    if (test_next() % 2) sm_count = 1; /* then a block takes many items */
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_shapes)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

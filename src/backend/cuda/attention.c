@@ -42,7 +42,7 @@ bool cuda_attention_open(bd_cuda *cuda) {
     const int32_t dim = (int32_t)cuda->shape.head_dim, block = (int32_t)o->kv_block_tokens;
     const size_t counters = (size_t)o->seqs_max * cuda->shape.heads * sizeof *a->counters;
     *a = (cuda_attention){.partials = a->partials, .counters = a->counters};
-    if (o->kernels == BD_KERNELS_PLAIN || !k_attention_fast(dim) ||
+    if (o->kernels == BD_KERNELS_PLAIN || !k_attention_fast(dim) || block < 8 ||
         cudaMemset(a->counters, 0, counters) != cudaSuccess)
         return false;
     int major = 0, shared_bytes = 0;
@@ -52,7 +52,7 @@ bool cuda_attention_open(bd_cuda *cuda) {
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, cuda->device);
     a->overlap = major >= 9;
     a->kv = calloc(cuda->shape.layers, sizeof *a->kv);
-    if (major != 9 || block < 8 || !a->kv) return true;
+    if (major != 9 || !a->kv) return true;
     const bool fp16 = cuda->fp16;
     const uint32_t box = k_attention_box(dim, block);
     bool made =
@@ -75,9 +75,15 @@ static int longest_first(const void *a, const void *b) {
     return x->seq < y->seq ? -1 : x->seq > y->seq;
 }
 
+static void items_add(k_attention_item *items, int32_t *count, k_attention_item item) {
+    const int32_t splits = k_attention_splits(item.tokens);
+    for (item.part = 0; item.part < splits; item.part++)
+        items[(*count)++] = item;
+}
+
 bool cuda_attention_fill(bd_cuda *cuda, const bd_step *step, bool fixed) {
     cuda_attention_step *d = &cuda->attention_step;
-    *d = (cuda_attention_step){.split_count = 1};
+    *d = (cuda_attention_step){0};
     uint32_t several = 0, tiles = 0;
     for (uint32_t s = 0; s < step->seq_count; s++) {
         if (step->seqs[s].row_count == 1) continue;
@@ -86,11 +92,16 @@ bool cuda_attention_fill(bd_cuda *cuda, const bd_step *step, bool fixed) {
     }
     d->plain = !cuda->attention.decode || (several && !cuda->attention.prefill);
     if (d->plain) return true;
-    k_attention_row *rows = cuda_upload_reserve(cuda, step->seq_count - several, sizeof *rows,
-                                                (const void **)&d->decode_rows);
+    const size_t items_max = (size_t)(step->seq_count - several) * K_ATTENTION_SPLITS;
+    k_attention_item *items =
+        cuda_upload_reserve(cuda, items_max, sizeof *items, (const void **)&d->decode_items);
+    int32_t *item_count =
+        cuda_upload_reserve(cuda, 1, sizeof *item_count, (const void **)&d->decode_count);
     k_attention_tile *list =
         cuda_upload_reserve(cuda, tiles, sizeof *list, (const void **)&d->tiles);
-    if (!rows || !list) return false;
+    if (!items || !item_count || !list) return false;
+    *item_count = 0;
+    int32_t index = 0;
     int32_t first_block = 0;
     const uint32_t per = cuda->options.kv_block_tokens;
     for (uint32_t s = 0; s < step->seq_count; s++) {
@@ -98,13 +109,13 @@ bool cuda_attention_fill(bd_cuda *cuda, const bd_step *step, bool fixed) {
         const uint32_t tokens = seq->kv_before_tokens + seq->row_count;
         if (seq->row_count == 1) {
             const uint32_t window = cuda_row_window(cuda, step, seq->first_row);
-            const int32_t splits = k_attention_splits((int32_t)tokens);
-            rows[d->decode_count++] = (k_attention_row){
-                .row = (int32_t)seq->first_row,
-                .tokens = (int32_t)tokens,
-                .first_key = window && tokens > window ? (int32_t)(tokens - window) : 0,
-                .first_block = first_block};
-            if (splits > d->split_count) d->split_count = splits;
+            items_add(items, item_count,
+                      (k_attention_item){
+                          .row = (int32_t)seq->first_row,
+                          .tokens = (int32_t)tokens,
+                          .first_key = window && tokens > window ? (int32_t)(tokens - window) : 0,
+                          .first_block = first_block,
+                          .index = index++});
         } else {
             for (uint32_t r = 0; r < seq->row_count; r += K_ATTENTION_ROWS)
                 list[d->tile_count++] = (k_attention_tile){(int32_t)s, (int32_t)r};
@@ -112,7 +123,9 @@ bool cuda_attention_fill(bd_cuda *cuda, const bd_step *step, bool fixed) {
         first_block += (int32_t)((tokens + per - 1) / per);
     }
     qsort(list, (size_t)d->tile_count, sizeof *list, longest_first);
-    if (fixed) d->split_count = K_ATTENTION_SPLITS; /* a recorded launch must fit any length */
+    /* A recorded launch must fit any length. */
+    d->decode_items_max = fixed ? (int32_t)items_max : *item_count;
+    d->decode_sparse = fixed;
     return true;
 }
 
@@ -145,12 +158,14 @@ static k_attention_args attention_args(const bd_cuda *cuda, const bd_step *step,
                               .k_gammas = cuda_norm_table(cuda, layer, BD_NORM_K),
                               .row_overlay = cuda->step.row_overlay,
                               .tiles = d->tiles,
-                              .decode_rows = d->decode_rows,
+                              .decode_items = d->decode_items,
+                              .decode_count = d->decode_count,
                               .partials = cuda->attention.partials,
                               .counters = cuda->attention.counters,
                               .tile_count = d->tile_count,
-                              .decode_count = d->decode_count,
-                              .split_count = d->split_count,
+                              .decode_items_max = d->decode_items_max,
+                              .decode_sparse = d->decode_sparse,
+                              .sm_count = cuda->fast.sm_count,
                               .rows = (int32_t)step->row_count,
                               .heads = (int32_t)cuda->shape.heads,
                               .kv_heads = (int32_t)cuda->shape.kv_heads,
@@ -160,7 +175,7 @@ static k_attention_args attention_args(const bd_cuda *cuda, const bd_step *step,
                               .rope_positions = (int32_t)cuda->options.max_model_len,
                               .use_window = config->window_layer[layer] != 0,
                               .norm_plus_one = config->norm_plus_one,
-                              .overlap = cuda->attention.overlap && d->tile_count == 0,
+                              .overlap = cuda->attention.overlap,
                               .scale = config->attn_scale,
                               .softcap = config->attn_softcap,
                               .eps = config->norm_eps};

@@ -101,9 +101,11 @@ typedef struct cuda_attention {
 
 typedef struct cuda_attention_step {
     bool plain; /* all rows by the plain kernel */
-    const k_attention_row *decode_rows;
+    bool decode_sparse;
+    const k_attention_item *decode_items;
+    const int32_t *decode_count;
     const k_attention_tile *tiles;
-    int32_t decode_count, tile_count, split_count;
+    int32_t decode_items_max, tile_count;
 } cuda_attention_step;
 
 #define CUDA_GRAPH_BUCKETS  7u /* 1, 2, 4 .. 64 rows */

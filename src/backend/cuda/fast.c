@@ -25,8 +25,19 @@ static void group_shape(const bd_cuda *cuda, bd_group group, cuda_group *out) {
     out->fast = aligned && out->k % 256 == 0 && out->k <= 65536 && out->n % 8 == 0;
 }
 
+static const uint32_t box_rows[X_BOX_COUNT] = {128, 64, 32, 8};
+
+static bool head_maps(bd_cuda *cuda) {
+    cuda_fast_head *h = &cuda->fast.head;
+    const uint32_t rows = cuda->options.logits_rows_max, n = cuda->shape.vocab,
+                   k = cuda->shape.hidden;
+    if (k % 256 || n % 8) return false;
+    for (uint32_t i = 0; i < X_BOX_COUNT; i++)
+        if (!cuda_map_make(&h->x[i], cuda->head_in, rows, k, box_rows[i], cuda->fp16)) return false;
+    return cuda_map_make(&h->w, cuda->head, n, k, 128, cuda->fp16);
+}
+
 static bool group_maps(bd_cuda *cuda, bd_group group) {
-    static const uint32_t box_rows[X_BOX_COUNT] = {128, 64, 32, 8};
     cuda_group *g = &cuda->fast.groups[group];
     const uint32_t rows = cuda->options.rows_max;
     g->x_data = group == BD_GROUP_O      ? cuda->attn
@@ -58,6 +69,7 @@ void cuda_fast_open(bd_cuda *cuda) {
         if (!fast->usable || !fast->groups[group].fast || !group_maps(cuda, (bd_group)group))
             fast->groups[group].fast = false;
     }
+    fast->head.fast = fast->usable && head_maps(cuda);
 }
 
 void cuda_fast_close(bd_cuda *cuda) {
@@ -117,6 +129,32 @@ static bool tiles_fill(bd_cuda *cuda, const bd_step *step, cuda_fast_step *d) {
                     (k_gemm_tile){(int32_t)row, (int32_t)stop, segment->overlay, 0};
             }
         }
+    }
+    return true;
+}
+
+/* Whether the step's logits are the base's own table times head_in. */
+static bool head_plain(const bd_step *step) {
+    for (uint32_t v = 0; v < step->overlay_count; v++)
+        for (uint32_t b = 0; step->overlays[v]->head && b < step->overlays[v]->block_count; b++)
+            if (step->overlays[v]->head[b].plane_count || step->overlays[v]->head[b].bias)
+                return false;
+    return true;
+}
+
+static bool head_fill(bd_cuda *cuda, const bd_step *step, cuda_fast_step *d) {
+    const uint32_t rows = step->logits_row_count;
+    if (!cuda->fast.head.fast || rows <= CUDA_DECODE_ONLY_ROWS || !head_plain(step)) return true;
+    for (uint32_t t = 0; t < CUDA_TILES; t++) {
+        const uint32_t count = (rows + tile_tokens[t] - 1) / tile_tokens[t];
+        k_gemm_tile *tiles =
+            cuda_upload_reserve(cuda, count, sizeof *tiles, (const void **)&d->head_tiles[t]);
+        if (!tiles) return false;
+        for (uint32_t i = 0; i < count; i++) {
+            const uint32_t row = i * tile_tokens[t], end = row + tile_tokens[t];
+            tiles[i] = (k_gemm_tile){(int32_t)row, (int32_t)(end < rows ? end : rows), -1, 0};
+        }
+        d->head_tile_count[t] = count;
     }
     return true;
 }
@@ -202,6 +240,7 @@ bool cuda_fast_step_fill(bd_cuda *cuda, const bd_step *step) {
     memset(d, 0, sizeof *d); /* with its padding: recorded steps are found by its bytes */
     d->usable = cuda->fast.usable && overlays_usable(cuda, step);
     if (!d->usable) return true;
+    if (!head_fill(cuda, step, d)) return false;
     for (uint32_t s = 0; s < step->segment_count; s++)
         d->any_delta |= step->segments[s].overlay >= 0;
     if (step->row_count <= CUDA_DECODE_ROWS_MAX && !slots_fill(cuda, step, d)) return false;
@@ -282,13 +321,13 @@ typedef struct gemm_choice {
     double cost;
 } gemm_choice;
 
-static gemm_choice choose_tile(const cuda_fast *fast, const cuda_group *g,
-                               const cuda_fast_step *d) {
+static gemm_choice choose_tile(const cuda_fast *fast, uint32_t n, uint32_t k,
+                               const uint32_t tile_count[CUDA_TILES]) {
     gemm_choice best = {.cost = 1e300};
     for (uint32_t t = 0; t < CUDA_TILES; t++)
         for (int split = 1; split <= (t == 0 ? 4 : 2); split *= 2) {
-            const double cost = k_gemm_cost((int)g->n, (int)g->k, (int)tile_tokens[t], split,
-                                            (int)d->tile_count[t], fast->sm_count);
+            const double cost = k_gemm_cost((int)n, (int)k, (int)tile_tokens[t], split,
+                                            (int)tile_count[t], fast->sm_count);
             if (cost < best.cost * 0.999) best = (gemm_choice){t, split, cost};
         }
     return best;
@@ -302,9 +341,33 @@ static double chunks_cost(const cuda_fast *fast, const cuda_group *g, const cuda
     return cost;
 }
 
+static const int boxes[CUDA_TILES] = {X_BOX_128, X_BOX_64, X_BOX_32}; /* half a tile of x */
+
+bd_status cuda_fast_head_run(bd_cuda *cuda, float *logits, bd_error *err) {
+    const cuda_fast *fast = &cuda->fast;
+    const cuda_fast_step *d = &cuda->fast_step;
+    const gemm_choice choice =
+        choose_tile(fast, cuda->shape.vocab, cuda->shape.hidden, d->head_tile_count);
+    const uint32_t t = choice.tile;
+    const k_gemm_args args = {.w = fast->head.w,
+                              .x = fast->head.x[boxes[t]],
+                              .y = fast->head.x[X_BOX_32], /* none; a map that can be fetched */
+                              .wide = logits,
+                              .wide_stride = (int32_t)bd_vocab_each(&cuda->options),
+                              .tiles = d->head_tiles[t],
+                              .tile_count = (int32_t)d->head_tile_count[t],
+                              .n = (int32_t)cuda->shape.vocab,
+                              .k = (int32_t)cuda->shape.hidden,
+                              .fp16 = cuda->fp16,
+                              .group = 8,
+                              .sm_count = fast->sm_count,
+                              .pdl = 1};
+    return cuda_check(cuda, k_gemm(&args, (int)tile_tokens[t], choice.split, false, cuda->stream),
+                      "head", err);
+}
+
 static bd_status prefill(bd_cuda *cuda, uint32_t layer, bd_group group, gemm_choice choice,
                          bd_error *err) {
-    static const int boxes[CUDA_TILES] = {X_BOX_128, X_BOX_64, X_BOX_32};
     cuda_fast *fast = &cuda->fast;
     const cuda_group *g = &fast->groups[group];
     const cuda_fast_step *d = &cuda->fast_step;
@@ -336,7 +399,7 @@ bd_status cuda_fast_linear(bd_cuda *cuda, uint32_t layer, bd_group group, bd_err
     const cuda_group *g = &cuda->fast.groups[group];
     bd_status s = BD_OK;
     if (d->tiles[0]) {
-        const gemm_choice choice = choose_tile(&cuda->fast, g, d);
+        const gemm_choice choice = choose_tile(&cuda->fast, g->n, g->k, d->tile_count);
         const double chunked = d->chunk_count ? chunks_cost(&cuda->fast, g, d) : 1e300;
         const double least = choice.cost <= chunked ? choice.cost : chunked;
         if (d->mixed_count && mixed_cost(&cuda->fast, g->n, g->k, d) < least) {

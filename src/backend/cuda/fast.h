@@ -34,12 +34,19 @@ typedef struct cuda_group {
     uint16_t *y_data;
 } cuda_group;
 
+typedef struct cuda_fast_head { /* logits of more rows than the plain kernel reads the table once
+                                   for */
+    bool fast;
+    CUtensorMap w, x[X_BOX_COUNT];
+} cuda_fast_head;
+
 typedef struct cuda_fast {
     bool usable; /* sm_90 and the driver encodes tensor maps */
     int sm_count;
     cuda_group groups[CUDA_GROUPS];
     CUtensorMap (*w)[CUDA_GROUPS]; /* [layers] */
-    uint16_t *fused;               /* [rows_max, widest fused output] */
+    cuda_fast_head head;
+    uint16_t *fused; /* [rows_max, widest fused output] */
     uint8_t *planes;
     unsigned long long *workspace; /* the decode kernel's */
     unsigned *tickets;             /* [CUDA_TICKETS] */
@@ -65,7 +72,9 @@ typedef struct cuda_fast_step {
     const k_gemm_tile *groups;    /* of the mixed kernel */
     const int32_t *mixed_columns; /* overlay column of each slot */
     cuda_mixed mixed[CUDA_MIXED_MAX];
-    uint32_t mixed_count; /* 0: not for this step */
+    uint32_t mixed_count;                      /* 0: not for this step */
+    const k_gemm_tile *head_tiles[CUDA_TILES]; /* NULL: the head is the plain kernel's */
+    uint32_t head_tile_count[CUDA_TILES];
 } cuda_fast_step;
 
 /* After the arenas are carved. Never fails: what cannot be fast is left to the plain kernels. */
@@ -75,5 +84,8 @@ void cuda_fast_close(struct bd_cuda *cuda);
 bool cuda_fast_step_fill(struct bd_cuda *cuda, const bd_step *step);
 /* The group's outputs in groups[group].y_data, 16-bit. */
 bd_status cuda_fast_linear(struct bd_cuda *cuda, uint32_t layer, bd_group group, bd_error *err);
+
+/* Logits of head_in, float32, where the step's head_tiles are. */
+bd_status cuda_fast_head_run(struct bd_cuda *cuda, float *logits, bd_error *err);
 
 #endif

@@ -47,6 +47,10 @@ bd_status cuda_supports(const bd_backend_options *options, bd_error *err) {
                        "the CUDA backend takes hidden and intermediate sizes and heads times "
                        "head_dim that are multiples of 8, not %u, %u and %u",
                        config->hidden, config->ffn, config->heads * config->head_dim);
+    if (config->hidden > K_NORM_WIDTH_MAX)
+        return bd_fail(err, BD_E_UNSUPPORTED, "hidden_size",
+                       "the CUDA backend takes a hidden size up to %d, not %u", K_NORM_WIDTH_MAX,
+                       config->hidden);
     return BD_OK;
 }
 
@@ -124,7 +128,7 @@ static void logits_carve(bd_cuda *cuda, const bd_backend_options *o, carve_fn ca
     /* The sampling's, and before it what the ranks gather, of which the last has columns to spare.
      */
     carve(ctx, cuda ? (void **)&cuda->scratch : &unused,
-          (size_t)CUDA_SAMPLE_ROWS * (total + BD_COMM_RANKS_MAX) * 8);
+          (size_t)CUDA_SAMPLE_ROWS * (total + BD_COMM_RANKS_MAX) * 4);
     if (o->rank_count > 1)
         carve(ctx, cuda ? (void **)&cuda->logits_part : &unused, rows * each * 4);
 }

@@ -163,6 +163,7 @@ bd_status cuda_head(bd_backend *backend, const bd_step *step, bd_error *err) {
                    k_gather_rows(cuda->head_in, cuda->normed, d->logits_rows,
                                  (int32_t)step->logits_row_count, (int32_t)hidden, cuda->stream),
                    "head", err);
+    if (s == BD_OK && cuda->fast_step.head_tiles[0]) return cuda_fast_head_run(cuda, logits, err);
     for (uint32_t b = 0; s == BD_OK && b < d->block_count; b++) {
         const uint32_t first = b * d->block_rows,
                        n = vocab - first < d->block_rows ? vocab - first : d->block_rows;
