@@ -38,7 +38,7 @@ enum {
     EVENTS_MAX = 128,
     /* With 128 events at once 0.9.75 goes back to sleep before it handles them: only with fewer
      * connections may it sleep itself. */
-    WAIT_INSIDE_MAX = 100,
+    WAIT_INSIDE_MAX = 120,
     LEFT_US_MAX = 5000000, /* to an end that the library was told of */
     CLOSE_SECONDS_MAX = 3,
     IN_PLACE_MS = 10,
@@ -238,8 +238,9 @@ void bd_shard_go_on(bd_request *request) {
 }
 
 static void wake(bd_request *request) {
+    if (!request->connection || (!request->parked && !request->in_place)) return;
     request->shard->news = true;
-    if (!request->parked || !request->connection) return;
+    if (!request->parked) return;
     request->parked = false;
     MHD_resume_connection(request->connection);
 }
@@ -369,7 +370,10 @@ static void run_library(bd_shard *shard) {
     uint64_t ms = own_wait_ms(shard);
     bool inside = shard->in_place == 0 && shard->conn_count < WAIT_INSIDE_MAX;
     shard->patient = !shard->server->tls;
-    if (!inside && ms > 0) wait_outside(shard, ms);
+    if (!inside && ms > 0) {
+        wait_outside(shard, ms);
+        read_mailbox(shard);
+    }
     shard->news = shard->worked = false;
     shard->moved = 0;
     shard->run++;
