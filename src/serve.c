@@ -101,7 +101,7 @@ static bd_status count_deltas(const char *dir, uint32_t *count, bd_error *err) {
                              "deltas: the directory %s cannot be read", dir);
     for (struct dirent *entry; (entry = readdir(handle));) {
         char path[4096];
-        if (entry->d_name[0] == '.' || strstr(entry->d_name, ".tmp-")) continue;
+        if (!bd_delta_is_entry(entry->d_name)) continue;
         const int length = snprintf(path, sizeof path, "%s/%s/delta.json", dir, entry->d_name);
         if (length > 0 && (size_t)length < sizeof path && bd_file_exists(path)) ++*count;
     }

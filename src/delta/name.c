@@ -1,4 +1,4 @@
-/* name.c - which names a base or a variant may have. */
+/* name.c - which names a base or a variant may have, and which directories may be variants. */
 #include <string.h>
 
 #include "bitdelta/base/json_scan.h"
@@ -10,6 +10,18 @@ static bool has_parent_part(const char *name) {
         if (part[0] == '.' && part[1] == '.' && (part[2] == '/' || part[2] == '\0')) return true;
     }
     return false;
+}
+
+/* What a killed compress leaves: NAME.tmp-<process>. */
+static bool is_leftover(const char *entry) {
+    const char *end = entry + strlen(entry), *digits = end;
+    while (digits > entry && digits[-1] >= '0' && digits[-1] <= '9')
+        digits--;
+    return digits < end && digits - entry > 5 && memcmp(digits - 5, ".tmp-", 5) == 0;
+}
+
+bool bd_delta_is_entry(const char *entry) {
+    return entry[0] != '.' && !is_leftover(entry);
 }
 
 const char *bd_variant_name_fault(const char *name) {

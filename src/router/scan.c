@@ -65,21 +65,13 @@ static bd_status add_wanted(scan *s, const char *name, const char *dir, bool pin
     return BD_OK;
 }
 
-/* What a killed compress leaves: NAME.tmp-<process>. */
-static bool is_leftover(const char *name) {
-    const char *end = name + strlen(name), *digits = end;
-    while (digits > name && digits[-1] >= '0' && digits[-1] <= '9')
-        digits--;
-    return digits < end && digits - name > 5 && memcmp(digits - 5, ".tmp-", 5) == 0;
-}
-
 /* BD_E_NOT_FOUND: this is no variant. Any other fault is for people: a variant whose files cannot
  * be reached is not silently left out. */
 static bd_status find_delta(const char *name, const char *dir, char path[PATH_BYTES],
                             bd_error *err) {
     char file[PATH_BYTES];
     path[0] = '\0';
-    if (name[0] == '.' || is_leftover(name)) return BD_E_NOT_FOUND;
+    if (!bd_delta_is_entry(name)) return BD_E_NOT_FOUND;
     bd_status status = bd_path_join(path, PATH_BYTES, dir, name, err);
     if (status == BD_OK) status = bd_path_join(file, sizeof file, path, "delta.json", err);
     if (status != BD_OK) return status;

@@ -66,7 +66,7 @@ static bd_status read_deltas(planned *p, const char *deltas_dir, bd_error *err) 
                              "deltas: the directory %s cannot be read", deltas_dir);
     for (struct dirent *entry; (entry = readdir(handle));) {
         char dir[4096], manifest[4096];
-        if (entry->d_name[0] == '.' || strstr(entry->d_name, ".tmp-")) continue;
+        if (!bd_delta_is_entry(entry->d_name)) continue;
         if (bd_path_join(dir, sizeof dir, deltas_dir, entry->d_name, NULL) == BD_OK &&
             bd_path_join(manifest, sizeof manifest, dir, "delta.json", NULL) == BD_OK &&
             bd_file_exists(manifest))

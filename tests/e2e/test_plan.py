@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import time
 
@@ -53,6 +54,13 @@ def test_unknown_memory_is_not_planned_for():
     assert f"{got['kv_tokens']} tokens or more" in text and "give --device-bytes" in text
     assert "or more" not in plan("--backend", "cuda", "--kv-tokens", "4096").stdout
     assert "or more" not in plan("--backend", "cuda", "--device-bytes", "8GiB").stdout
+
+
+def test_what_is_served_is_planned_for(tmp_path):
+    """A directory whose name only looks like what a killed run leaves is a variant for the server, and so for the plan; a leftover is none."""
+    for name in ("zen-mini-c", "kept.tmp-old", "left.tmp-123", ".hidden"):
+        shutil.copytree(ROOT / "demo/deltas/zen-mini-c", tmp_path / name)
+    assert json.loads(plan("--deltas", tmp_path, "--json").stdout)["deltas"] == 2
 
 
 def test_deltas_that_cannot_be_read_are_named(tmp_path):

@@ -496,6 +496,12 @@ static void test_names(void **state) {
     assert_string_equal(name, "w.scale3");
     bd_delta_file_name(name, sizeof name, 7, 8);
     assert_string_equal(name, "shard-07-of-08.safetensors");
+    static const char *const looked_at[] = {"a", "a.tmp-x", "a.tmp-", "a.tmp-1b", "tmp-12", "a-12"};
+    static const char *const passed[] = {".a", "a.tmp-1", "a.tmp-123450", ".", "..", ".tmp-1"};
+    for (size_t i = 0; i < sizeof looked_at / sizeof looked_at[0]; i++)
+        assert_true(bd_delta_is_entry(looked_at[i]));
+    for (size_t i = 0; i < sizeof passed / sizeof passed[0]; i++)
+        assert_false(bd_delta_is_entry(passed[i]));
 }
 
 int main(void) {

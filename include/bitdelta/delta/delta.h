@@ -57,6 +57,10 @@ typedef struct bd_delta { /* delta.json, checked */
  * delta.json is read whatever name it has: it can be served under another. */
 const char *bd_variant_name_fault(const char *name);
 
+/* Whether an entry of a directory of deltas is looked at: what is hidden or was left by a killed
+ * compress is not. */
+bool bd_delta_is_entry(const char *entry);
+
 /* Reads and checks delta.json alone: cheap enough for 10,000 variants at start. Names in `files`
  * may not contain '/'. */
 BD_MUST_CHECK bd_status bd_delta_open(const char *dir, bd_delta *out, bd_error *err);
