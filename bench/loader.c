@@ -455,6 +455,8 @@ int main(int argc, char **argv) {
     if (b.staging == MAP_FAILED) die("memory for staging");
     open_loader(&b, BD_IO_URING);
     open_loader(&b, BD_IO_PREAD);
+    load_with(&b, BD_IO_URING); /* its memory is there afterwards, as the plain loops' is */
+    load_with(&b, BD_IO_PREAD);
     run_rounds(&b);
     bd_loader_destroy(b.loaders[BD_IO_URING]);
     bd_loader_destroy(b.loaders[BD_IO_PREAD]);

@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "bitdelta/base/clock.h"
+#include "bitdelta/base/log.h"
 #include "io.h"
 #include "load_job.h"
 #include "loader_internal.h"
@@ -39,11 +40,9 @@ struct bd_loader {
     /* The thread's own from here on. */
     bd_ring *ring; /* NULL: workers do all reading */
     bd_workers *workers;
-    void *memory; /* the staging and what aligns it */
-    size_t memory_bytes;
-    bool memory_mapped; /* not the source's */
     uint8_t *staging;
     size_t staging_bytes;
+    bool staging_locked;
     bd_block *blocks; /* [block_count]: as many as may be read by the ring, and as many again */
     uint32_t block_count, ring_count;
     bd_block *free_blocks;
@@ -485,28 +484,26 @@ static bd_status check_options(const bd_loader_options *options, bd_error *err) 
 
 static void free_staging(bd_loader *loader) {
     free(loader->blocks);
-    if (loader->memory_mapped)
-        munmap(loader->memory, loader->memory_bytes);
-    else if (loader->memory)
-        loader->source.staging_free(loader->source.ctx, loader->memory, loader->memory_bytes);
+    if (loader->staging_locked) loader->source.staging_unlock(loader->source.ctx, loader->staging);
+    munmap(loader->staging, loader->staging_bytes);
 }
 
+/* Memory of the system's own: what a device's driver gives not every kernel reads files into past
+ * the page cache. */
 static bd_status get_memory(bd_loader *loader, bd_error *err) {
     const bd_loader_source *source = &loader->source;
-    const size_t unit = BD_IO_ALIGN_BYTES;
-    loader->memory_bytes = loader->staging_bytes + unit;
-    if (source->staging_alloc)
-        loader->memory = source->staging_alloc(source->ctx, loader->memory_bytes);
-    if (!loader->memory) {
-        void *memory = mmap(NULL, loader->memory_bytes, PROT_READ | PROT_WRITE,
-                            MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (memory == MAP_FAILED)
-            return bd_fail_errno(err, BD_E_MEMORY, "loader", errno,
-                                 "no memory for %zu bytes of staging", loader->memory_bytes);
-        loader->memory = memory;
-        loader->memory_mapped = true;
-    }
-    loader->staging = (uint8_t *)loader->memory + (unit - (uintptr_t)loader->memory % unit) % unit;
+    void *memory = mmap(NULL, loader->staging_bytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED)
+        return bd_fail_errno(err, BD_E_MEMORY, "loader", errno,
+                             "no memory for %zu bytes of staging", loader->staging_bytes);
+    loader->staging = memory;
+    if (!source->staging_lock) return BD_OK;
+    loader->staging_locked = source->staging_lock(source->ctx, memory, loader->staging_bytes);
+    if (!loader->staging_locked)
+        bd_log(BD_LOG_WARN, "loader",
+               "staging of bytes=%zu could not be page-locked: uploads copy it once more",
+               loader->staging_bytes);
     return BD_OK;
 }
 

@@ -25,9 +25,10 @@ typedef struct bd_loader_source {
     bd_status (*check_chunk)(const bd_delta *delta, uint32_t file_index, uint32_t chunk,
                              const void *data, size_t bytes, bd_error *err);
     bd_status (*verify_file)(const bd_delta *delta, uint32_t file_index, bd_error *err);
-    /* Optional, both: memory that uploads best come from, for the staging. NULL: not to be had. */
-    void *(*staging_alloc)(void *ctx, uint64_t bytes);
-    void (*staging_free)(void *ctx, void *memory, uint64_t bytes);
+    /* Optional, both: makes the staging memory that uploads take their bytes from. false: it cannot
+     * be had. */
+    bool (*staging_lock)(void *ctx, void *memory, uint64_t bytes);
+    void (*staging_unlock)(void *ctx, void *memory);
     /* Optional, for tests: what one read attempt is to have returned instead (bytes or -errno). */
     int32_t (*on_read)(void *read_ctx, uint64_t offset, uint32_t bytes, int32_t result);
     void *read_ctx;

@@ -18,13 +18,12 @@ static bd_status feed_create(void *ctx, const bd_overlay_plan *plan, void *const
     return bd_overlay_feed_create(ctx, plan, pages, out, err);
 }
 
-static void *staging_alloc(void *ctx, uint64_t bytes) {
-    const bd_backend_ops *ops = bd_model_ops(ctx);
-    return ops->host_alloc ? ops->host_alloc(bd_model_backend(ctx), bytes) : NULL;
+static bool staging_lock(void *ctx, void *memory, uint64_t bytes) {
+    return bd_model_ops(ctx)->host_lock(bd_model_backend(ctx), memory, bytes);
 }
 
-static void staging_free(void *ctx, void *memory, uint64_t bytes) {
-    bd_model_ops(ctx)->host_free(bd_model_backend(ctx), memory, bytes);
+static void staging_unlock(void *ctx, void *memory) {
+    bd_model_ops(ctx)->host_unlock(bd_model_backend(ctx), memory);
 }
 
 bd_loader_source bd_loader_source_of(bd_model *model) {
@@ -32,8 +31,8 @@ bd_loader_source bd_loader_source_of(bd_model *model) {
         .ctx = model,
         .feeds_anywhere = bd_overlay_feeds_anywhere(model),
         .feed_settle = bd_overlay_feed_settle,
-        .staging_alloc = staging_alloc,
-        .staging_free = staging_free,
+        .staging_lock = bd_model_ops(model)->host_lock ? staging_lock : NULL,
+        .staging_unlock = staging_unlock,
         .plan_create = plan_create,
         .plan_destroy = bd_overlay_plan_destroy,
         .overlay_create = overlay_create,

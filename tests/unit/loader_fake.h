@@ -150,6 +150,10 @@ typedef struct fake_source { /* what tests turn and look at; the loader's ctx */
         const uint8_t *data;
         uint64_t at, bytes;
     } pending;
+    bool locks, refuses_lock; /* the staging; what is fed lies in it then */
+    const uint8_t *locked;
+    uint64_t locked_bytes;
+    uint32_t unlocks;
     uint32_t together; /* so many sums are made at once, or the test waits for it */
     _Atomic uint32_t summing;
     /* Read faults. */
@@ -267,6 +271,10 @@ static inline uint64_t fake_offset(const bd_overlay_feed *feed, uint32_t file_in
 /* Holds the loader to its word: every byte once, in order, file after file. */
 static inline bd_status fake_feed_bytes(bd_overlay_feed *feed, uint32_t file_index, uint64_t from,
                                         const uint8_t *data, uint64_t bytes, bd_error *err) {
+    if (feed->source->locked_bytes > 0) {
+        const uint64_t at = (uint64_t)(data - feed->source->locked);
+        BD_ASSERT(at < feed->source->locked_bytes && bytes <= feed->source->locked_bytes - at);
+    }
     if (feed->source->anywhere) {
         fake_take(feed, fake_offset(feed, file_index) + from, data, bytes);
         atomic_fetch_add(&feed->source->fed_bytes, bytes);
@@ -342,6 +350,22 @@ static inline int32_t fake_on_read(void *ctx, uint64_t offset, uint32_t bytes, i
     return changed;
 }
 
+static inline bool fake_staging_lock(void *ctx, void *memory, uint64_t bytes) {
+    fake_source *source = ctx;
+    if (source->refuses_lock) return false;
+    BD_ASSERT((uintptr_t)memory % 4096 == 0);
+    source->locked = memory;
+    source->locked_bytes = bytes;
+    return true;
+}
+
+static inline void fake_staging_unlock(void *ctx, void *memory) {
+    fake_source *source = ctx;
+    BD_ASSERT(memory == source->locked);
+    source->locked_bytes = 0;
+    source->unlocks++;
+}
+
 static inline bd_loader_source fake_loader_source(fake_source *source) {
     fake_verify_source = source;
     return (bd_loader_source){
@@ -358,6 +382,8 @@ static inline bd_loader_source fake_loader_source(fake_source *source) {
         .feed_destroy = fake_feed_destroy,
         .check_chunk = fake_check_chunk,
         .verify_file = fake_verify_file,
+        .staging_lock = source->locks ? fake_staging_lock : NULL,
+        .staging_unlock = fake_staging_unlock,
         .on_read = fake_on_read,
         .read_ctx = source,
     };

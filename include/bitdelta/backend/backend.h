@@ -143,10 +143,10 @@ typedef struct bd_backend_ops {
     bool puts_anywhere;
     /* optional: wait for earlier puts to be visible */
     bd_status (*put_flush)(bd_backend *backend, bd_error *err);
-    /* Optional, all three or none, for sources in memory of host_alloc. bring: the puts up to the
-     * next bring, or put_flush, take their sources from these bytes, which are copied at once and
-     * not put by put. *brought: so it is, and the bytes must stay as they are until the next call
-     * of bring or of put_flush has returned; else puts go as they always do. */
+    /* Optional, all three or none, for sources in memory of host_alloc or host_lock. bring: the
+     * puts up to the next bring, or put_flush, take their sources from these bytes, which are
+     * copied at once and not put by put. *brought: so it is, and the bytes must stay as they are
+     * until the next call of bring or of put_flush has returned; else puts go as they always do. */
     bd_status (*bring)(bd_backend *backend, const void *data, uint64_t bytes, bool *brought,
                        bd_error *err);
     /* Instead of waiting: *mark stands for all earlier puts; *reached: they are visible. */
@@ -158,6 +158,11 @@ typedef struct bd_backend_ops {
      * plain memory is as good. */
     void *(*host_alloc)(bd_backend *backend, uint64_t bytes);
     void (*host_free)(bd_backend *backend, void *memory, uint64_t bytes);
+    /* Optional, both: makes whole pages of the caller's own memory as good, so that files can be
+     * read into it past the page cache too. false: it stays plain memory, from which uploads copy
+     * once more. */
+    bool (*host_lock)(bd_backend *backend, void *memory, uint64_t bytes);
+    void (*host_unlock)(bd_backend *backend, void *memory);
 
     /* One step. Buffers: residual, normed, q, k, v, attn, act, proj, logits. */
     bd_status (*step_begin)(bd_backend *backend, const bd_step *step, bd_error *err);

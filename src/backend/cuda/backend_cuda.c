@@ -59,6 +59,8 @@ const bd_backend_ops *bd_backend_cuda_ops(void) {
                                        .put_reached = cuda_put_reached,
                                        .host_alloc = cuda_host_alloc,
                                        .host_free = cuda_host_free,
+                                       .host_lock = cuda_host_lock,
+                                       .host_unlock = cuda_host_unlock,
                                        .step_begin = cuda_step_begin,
                                        .embed = cuda_embed,
                                        .norm_residual = cuda_norm_residual,

@@ -218,6 +218,8 @@ bd_status cuda_staging_open(bd_cuda *cuda, cuda_staging *staging, bd_error *err)
 void cuda_staging_close(cuda_staging *staging);
 void *cuda_host_alloc(bd_backend *backend, uint64_t bytes);
 void cuda_host_free(bd_backend *backend, void *memory, uint64_t bytes);
+bool cuda_host_lock(bd_backend *backend, void *memory, uint64_t bytes);
+void cuda_host_unlock(bd_backend *backend, void *memory);
 bool cuda_host_locked(const void *memory); /* the device can read it at any time */
 /* The next staging half, free to be overwritten. */
 bd_status cuda_staging_next(bd_cuda *cuda, cuda_staging *staging, uint32_t *half, bd_error *err);

@@ -19,6 +19,19 @@ void cuda_host_free(bd_backend *backend, void *memory, uint64_t bytes) {
     (void)cudaFreeHost(memory);
 }
 
+bool cuda_host_lock(bd_backend *backend, void *memory, uint64_t bytes) {
+    bd_cuda *cuda = cuda_of(backend);
+    if (cuda_check(cuda, cudaSetDevice(cuda->device), "device", NULL) != BD_OK) return false;
+    if (cudaHostRegister(memory, bytes, cudaHostRegisterPortable) == cudaSuccess) return true;
+    (void)cudaGetLastError(); /* a limit reached is no fault of the device */
+    return false;
+}
+
+void cuda_host_unlock(bd_backend *backend, void *memory) {
+    (void)cudaSetDevice(cuda_of(backend)->device);
+    (void)cudaHostUnregister(memory);
+}
+
 bool cuda_host_locked(const void *memory) {
     struct cudaPointerAttributes attributes;
     if (cudaPointerGetAttributes(&attributes, memory) == cudaSuccess)
