@@ -1,6 +1,6 @@
-/* step.c - a step's tables: laid out in pinned memory, copied to the device in one piece before the
- * first kernel; results back. Layout depends only on the step, so the device addresses are known
- * while the host copy is being filled. */
+/* step.c - a step's tables: laid out in pinned memory, copied to the device in one piece by the
+ * first kernel (upload.cu says why not by a copy); results back. Layout depends only on the step, so
+ * the device addresses are known while the host copy is being filled. */
 #include <math.h>
 #include <string.h>
 #include <time.h>
@@ -8,6 +8,7 @@
 #include "bitdelta/base/clock.h"
 #include "bitdelta/base/rng.h"
 #include "cuda_internal.h"
+#include "upload.h"
 
 static size_t embed_blocks_max(const cuda_shape *shape) {
     /* A block holds at least one row of bits per byte of a page; pages are 2 MiB or more. */
@@ -283,9 +284,8 @@ bd_status cuda_step_begin(bd_backend *backend, const bd_step *step, bd_error *er
     cuda->replay = cuda_graph_begin(cuda, step);
     if (!cuda->replay && (s = cuda_tables_fill(cuda, step, false, err)) != BD_OK) return s;
     return cuda_check(cuda,
-                      cudaMemcpyAsync(cuda->upload.device, cuda->upload.host,
-                                      cuda->upload.used_bytes, cudaMemcpyHostToDevice,
-                                      cuda->stream),
+                      k_put_bytes(cuda->upload.device, cuda->upload.host, cuda->upload.used_bytes,
+                                  cuda->stream),
                       "step tables", err);
 }
 
