@@ -133,7 +133,8 @@ typedef struct bd_load_wait {
     bd_router *router;
     const bd_served *served; /* held */
     bd_cache_waiter waiter;
-    bool waiting;    /* on the cache's list; else it asks for pages */
+    bool waiting;    /* on the cache's list; else it asks for pages, or for the end of the load */
+    bool begun;      /* there was a lease before the load had ended */
     bool while_free; /* give up when pages would have to be freed */
     uint64_t ask_us, give_up_us;
     struct bd_load_wait *prev, *next;

@@ -1,6 +1,7 @@
 /* loads.c - those who wait for a variant to be resident without a request: prefetching and the
  * order to load. A wait asks for pages until it has them or gives up, then waits for the load as a
- * request does. bd-sched, but for begin. */
+ * request does; but a lease that comes before the load has ended says nothing of how it will end:
+ * it is given back, and the wait asks again. bd-sched, but for begin. */
 #include <stdlib.h>
 
 #include "bitdelta/base/clock.h"
@@ -29,11 +30,20 @@ static void end_wait(bd_load_wait *wait, bd_status status, const bd_error *err) 
 static void on_ready(bd_cache_waiter *waiter, bd_status status, const bd_lease *lease,
                      const bd_error *err) {
     bd_load_wait *wait = (bd_load_wait *)(void *)((char *)waiter - offsetof(bd_load_wait, waiter));
-    unlink_wait(wait);
     if (status == BD_OK) {
+        const bool early = lease->load != NULL;
+        const uint64_t now_us = bd_now_us();
         bd_lease own = *lease;
-        bd_cache_release(wait->router->options.cache, &own, bd_now_us());
+        bd_cache_release(wait->router->options.cache, &own, now_us);
+        if (early) {
+            wait->begun = true;
+            wait->waiting = false;
+            wait->ask_us = now_us + BD_ROUTER_ASK_AGAIN_US;
+            wait->router->loads_asking++;
+            return;
+        }
     }
+    unlink_wait(wait);
     end_wait(wait, status == BD_OK ? BD_OK : BD_E_VARIANT, err);
 }
 
@@ -46,6 +56,13 @@ static bool ask(bd_load_wait *wait, uint64_t now_us) {
     bd_status status = BD_BUSY;
     bd_variant_info info;
     bd_cache_info(cache, variant, now_us, &info);
+    if (wait->begun && (info.state == BD_VARIANT_ABSENT || info.state == BD_VARIANT_DRAINING)) {
+        (void)bd_fail(&err, BD_E_VARIANT, wait->served->name,
+                      "the variant was unloaded while it was loading");
+        unlink_wait(wait);
+        end_wait(wait, BD_E_VARIANT, &err);
+        return false;
+    }
     bool room =
         !wait->while_free || info.state != BD_VARIANT_ABSENT || bd_cache_pages_free(cache) > 0;
     if (room) {
@@ -61,8 +78,13 @@ static bool ask(bd_load_wait *wait, uint64_t now_us) {
         return true;
     }
     if (status == BD_BUSY && room && now_us < wait->give_up_us) return true;
+    if (status == BD_OK) {
+        const bool early = lease.load != NULL;
+        bd_cache_release(cache, &lease, now_us);
+        wait->begun |= early;
+        if (early) return true;
+    }
     unlink_wait(wait);
-    if (status == BD_OK) bd_cache_release(cache, &lease, now_us);
     end_wait(wait, status, status == BD_OK ? NULL : &err);
     return false;
 }

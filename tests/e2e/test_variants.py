@@ -297,6 +297,10 @@ def test_adapters_by_order(launch, deltas, tmp_path):
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'mine' added successfully.")
     assert variants(server)["mine"]["state"] == "ready"
     answers_as(server, "mine", MATH)
+    for _ in range(30):  # a load that is said to have ended has ended
+        assert adapter(url, "unload", "mine").status_code == 200
+        assert adapter(url, "load", "mine", "math").status_code == 200
+        assert variants(server)["mine"]["state"] == "ready"
     assert adapter(url, "load", "mine", deltas / "math").status_code == 200  # the same again
     assert variants(server)["mine"]["loads"] == 1
     message = error_of(adapter(url, "load", "mine", "c"), 400, "invalid_value", "lora_name")
