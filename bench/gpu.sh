@@ -234,7 +234,7 @@ run_split() { # FILE SECONDS ARGUMENTS...
         grep -av '^t=' "$out/$file.log" | cut -c1-160 | tail -n 12)
 }
 stage_split() { run_split split 120 8b 32 --deltas 2 --float32 1; }
-stage_split_files() { run_split split_files 170 70b 16 --loads 1; }
+stage_split_files() { run_split split_files 200 70b 16 --loads 1 --float32 1; }
 stage_serving_ranks() {
     find_nccl
     if (($(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l) < 2)); then say "  skipped: one GPU"; return; fi
