@@ -25,6 +25,11 @@ static void *narrowed(float *v, size_t count, bool narrow, bool fp16) { /* what 
     return bits;
 }
 
+/* Of many outputs rounding is 1.7e-3 in bf16, 2.1e-4 in fp16; of few, the rounding of one weighs. */
+static double rounding(size_t count, bool fp16) {
+    return (fp16 ? 3e-4 : 2.3e-3) * (1 + 4 / sqrt((double)count));
+}
+
 static double rms_factor(const double *v, int width, double eps) {
     double square = 0;
     for (int i = 0; i < width; i++) square += v[i] * v[i];
@@ -70,7 +75,7 @@ static void check_norm(int rows, int width, bool add, bool post, bool narrow, bo
     float *got_sum = malloc(count * 4), *got = widened(&d_normed, count, fp16);
     buffer_get(&d_residual, got_sum);
     CHECK_L2(got_sum, sum, count, 1e-6, "residual: rows %d width %d add %d post %d narrow %d fp16 %d", rows, width, add, post, narrow, fp16);
-    CHECK_L2(got, want, count, fp16 ? 3e-4 : 2.3e-3, "norm: rows %d width %d add %d post %d narrow %d fp16 %d", rows, width, add, post, narrow, fp16);
+    CHECK_L2(got, want, count, rounding(count, fp16), "norm: rows %d width %d add %d post %d narrow %d fp16 %d", rows, width, add, post, narrow, fp16);
     buffer *all[] = {&d_residual, &d_proj, &d_normed, &d_gamma, &d_post, &d_overlay, &d_own, &d_own_post};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) buffer_free(all[i]);
     void *host[] = {residual, proj, gammas, posts, overlay, proj_bits, sum, want, got_sum, got};
@@ -105,7 +110,7 @@ static void check_gate(int rows, int width, int stride, bool narrow, bool gelu, 
             want[(size_t)m * (size_t)width + (size_t)i] = u * (gelu ? 0.5 * g * (1 + tanh(sqrt(2 / M_PI) * (g + 0.044715 * g * g * g))) : g / (1 + exp(-g)));
         }
     float *got = widened(&d_act, kept, fp16);
-    CHECK_L2(got, want, kept, fp16 ? 3e-4 : 2.3e-3, "gate: rows %d width %d stride %d narrow %d gelu %d fp16 %d", rows, width, stride, narrow, gelu, fp16);
+    CHECK_L2(got, want, kept, rounding(kept, fp16), "gate: rows %d width %d stride %d narrow %d gelu %d fp16 %d", rows, width, stride, narrow, gelu, fp16);
     buffer_free(&d_in), buffer_free(&d_act);
     free(in), free(bits), free(want), free(got);
 }
