@@ -1,6 +1,7 @@
 /* config_fields.c - see config_fields.h. Threads: any. */
 #include "config_fields.h"
 
+#include <float.h>
 #include <math.h>
 
 const cJSON *bd_config_value(const bd_config_source *source, const char *field) {
@@ -51,9 +52,11 @@ bd_status bd_config_positive(const bd_config_source *source, const char *field, 
                              bd_error *err) {
     const cJSON *value = bd_config_value(source, field);
     if (!value) return bd_config_fault(source, field, err, "is missing");
-    if (!cJSON_IsNumber(value) || !isfinite(value->valuedouble) || !(value->valuedouble > 0.0)) {
+    if (!cJSON_IsNumber(value) || !isfinite(value->valuedouble) || !(value->valuedouble > 0.0))
         return bd_config_fault(source, field, err, "is not a number above zero");
-    }
+    /* What is made of it is float32. */
+    if (value->valuedouble < FLT_MIN || value->valuedouble > FLT_MAX)
+        return bd_config_fault(source, field, err, "is beyond the range of float32");
     *out = value->valuedouble;
     return BD_OK;
 }

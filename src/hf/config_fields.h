@@ -26,7 +26,7 @@ bd_status bd_config_u32_or(const bd_config_source *source, const char *field, ui
                            uint32_t fallback, uint32_t *out, bd_error *err); /* min 1 */
 bd_status bd_config_bool_or(const bd_config_source *source, const char *field, bool fallback,
                             bool *out, bd_error *err);
-/* Finite and above zero. */
+/* Above zero and within the range of float32. */
 bd_status bd_config_positive(const bd_config_source *source, const char *field, double *out,
                              bd_error *err);
 bd_status bd_config_positive_or(const bd_config_source *source, const char *field, double fallback,

@@ -190,6 +190,8 @@ static void test_refusals(void **state) {
         {"{" LLAMA HEADS ",\"attention_bias\":1}", "attention_bias"},
         {"{" LLAMA HEADS ",\"tie_word_embeddings\":\"yes\"}", "tie_word_embeddings"},
         {"{" LLAMA HEADS ",\"rms_norm_eps\":0}", "rms_norm_eps"},
+        {"{" LLAMA HEADS ",\"rms_norm_eps\":1e-60}", "rms_norm_eps"},
+        {"{" LLAMA HEADS ",\"rope_theta\":1e300}", "rope_theta"},
         {"{" LLAMA HEADS ",\"eos_token_id\":-1}", "eos_token_id"},
         {"{" LLAMA HEADS ",\"eos_token_id\":[1,2,3,4,5,6,7,8,9]}", "eos_token_id"},
         {"{" LLAMA HEADS ",\"layer_types\":[\"full_attention\",\"chunked_attention\"]}",
@@ -215,6 +217,10 @@ static void test_refusals(void **state) {
          "layers\":2,"
          "\"vocab_size\":99" HEADS ",\"sliding_window\":null}",
          "sliding_window"},
+        {"{\"model_type\":\"gemma2\",\"hidden_size\":64,\"intermediate_size\":128,\"num_hidden_"
+         "layers\":2,"
+         "\"vocab_size\":99" HEADS ",\"query_pre_attn_scalar\":1e308}",
+         "query_pre_attn_scalar"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         bd_error err = {.message = ""};
