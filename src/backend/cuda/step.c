@@ -1,6 +1,6 @@
 /* step.c - a step's tables: laid out in pinned memory, copied to the device in one piece by the
- * first kernel (upload.cu says why not by a copy); results back. Layout depends only on the step, so
- * the device addresses are known while the host copy is being filled. */
+ * first kernel (upload.cu says why not by a copy); results back. Layout depends only on the step,
+ * so the device addresses are known while the host copy is being filled. */
 #include <math.h>
 #include <string.h>
 #include <time.h>
@@ -283,10 +283,10 @@ bd_status cuda_step_begin(bd_backend *backend, const bd_step *step, bd_error *er
     if (cuda->recording) return cuda_tables_fill(cuda, step, true, err);
     cuda->replay = cuda_graph_begin(cuda, step);
     if (!cuda->replay && (s = cuda_tables_fill(cuda, step, false, err)) != BD_OK) return s;
-    return cuda_check(cuda,
-                      k_put_bytes(cuda->upload.device, cuda->upload.host, cuda->upload.used_bytes,
-                                  cuda->stream),
-                      "step tables", err);
+    return cuda_check(
+        cuda,
+        k_put_bytes(cuda->upload.device, cuda->upload.host, cuda->upload.used_bytes, cuda->stream),
+        "step tables", err);
 }
 
 /* Polled, not synchronised: a hung kernel must not hang the thread. Short steps are spun for, long
