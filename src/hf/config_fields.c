@@ -55,7 +55,7 @@ bd_status bd_config_positive(const bd_config_source *source, const char *field, 
     if (!cJSON_IsNumber(value) || !isfinite(value->valuedouble) || !(value->valuedouble > 0.0))
         return bd_config_fault(source, field, err, "is not a number above zero");
     /* What is made of it is float32. */
-    if (value->valuedouble < FLT_MIN || value->valuedouble > FLT_MAX)
+    if (value->valuedouble < (double)FLT_MIN || value->valuedouble > (double)FLT_MAX)
         return bd_config_fault(source, field, err, "is beyond the range of float32");
     *out = value->valuedouble;
     return BD_OK;
