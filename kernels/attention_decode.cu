@@ -200,9 +200,7 @@ template <typename T, int D> __global__ void __launch_bounds__(WARPS * 32) decod
     const float factor = 1.4426950408889634f * (a.softcap > 0 ? 1.f : a.scale);
     float *merge = (float *)shared;
     bool waited = false;
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+    let_next_start();
     for (int at = blockIdx.x, count = *a.decode_count; at < count; at += gridDim.x) {
         const item w = item_at(a, at);
         if (w.split >= w.used) continue; // a part that the window hides
@@ -214,9 +212,7 @@ template <typename T, int D> __global__ void __launch_bounds__(WARPS * 32) decod
         const bool early = mine > 0 && (waited || key_of(0) + KEYS <= w.last);
         if (mine > 0) next = pages_of(a, w, key_of(0));
         if (early) fetch_tile(0, next);
-#if __CUDA_ARCH__ >= 900
-        if (!waited) asm volatile("griddepcontrol.wait;" ::: "memory"); // q, and the row's own key, are the previous kernel's
-#endif
+        if (!waited) wait_for_last(); // q, and the row's own key, are the previous kernel's
         waited = true;
         if (mine > 0 && !early) fetch_tile(0, next);
         copy_commit();

@@ -43,15 +43,9 @@ __device__ __forceinline__ const float *phase_of(const k_attention_args &a, int 
     return a.rope + ((size_t)a.row_rope[m] * a.rope_positions + a.positions[m]) * a.rotary_dim;
 }
 
-__device__ __forceinline__ void overlap_with_neighbours() { // both matter on sm_90 only
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 // One warp per head, any even rotary_dim.
 template <typename T> __global__ void __launch_bounds__(128) rope_kv_kernel(const __grid_constant__ k_attention_args a) {
-    overlap_with_neighbours();
+    let_next_start(), wait_for_last();
     const int lane = threadIdx.x % 32;
     const long long item = (long long)blockIdx.x * 4 + threadIdx.x / 32;
     if (item >= (long long)a.rows * (a.heads + 2 * a.kv_heads)) return;
@@ -84,7 +78,7 @@ template <typename T> __global__ void __launch_bounds__(128) rope_kv_kernel(cons
 
 // LANES lanes per head, each the eight neighbours at 8 l and the eight that they turn with, or eight (sixteen) that do not turn.
 template <typename T, int LANES> __global__ void __launch_bounds__(128) rope_kv_wide_kernel(const __grid_constant__ k_attention_args a) {
-    overlap_with_neighbours();
+    let_next_start(), wait_for_last();
     const int lane = threadIdx.x % LANES, turning = a.rotary_dim / 16;
     const long long item = (long long)blockIdx.x * (128 / LANES) + threadIdx.x / LANES, last = (long long)a.rows * (a.heads + 2 * a.kv_heads) - 1;
     const place p = place_of(a, item <= last ? item : last); // lanes without a head go along, for the sums

@@ -22,6 +22,24 @@ static __device__ __forceinline__ uint16_t float_bf16(float v) {
     return __bfloat16_as_ushort(__float2bfloat16_rn(v));
 }
 
+static __device__ __forceinline__ float exp2_fast(float v) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
+}
+
+// Lets the next kernel start fetching what no kernel makes; waits for the kernel before. Both matter on sm_90 only.
+static __device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+static __device__ __forceinline__ void wait_for_last() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Sum over the block's threads in a fixed order; every thread gets it. red: one float per warp.
 static __device__ __forceinline__ float block_sum(float v, float *red) {
     int warps = blockDim.x / 32;

@@ -85,11 +85,6 @@ static __device__ __forceinline__ void load_matrices_turned(uint32_t (&v)[4], ui
                  : "r"(addr_s)
                  : "memory");
 }
-static __device__ __forceinline__ float exp2_fast(float v) {
-    float r;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
-    return r;
-}
 // cap * tanh(v / cap) to float32 accuracy, two special-function calls.
 static __device__ __forceinline__ float cap_score(float v, float cap, float inverse_cap) {
     float r;

@@ -6,18 +6,6 @@ namespace {
 
 constexpr int NORM_THREADS = 512;
 
-// Lets the next kernel start fetching its weights; then waits for the kernel before. Both matter on sm_90 only.
-__device__ __forceinline__ void let_next_start() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void wait_for_last() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 // residual[m][i] = scale * (E[token][i] + sum_p scale_p[token] S_p[token][i]), 0 where the table has no such row. One block per row.
 template <typename T> __global__ void __launch_bounds__(256) embed_kernel(const k_embed_args a) {
     const int m = blockIdx.x, token = a.tokens[m] - a.first, overlay = a.row_overlay[m], chunks = (a.hidden + 255) / 256;

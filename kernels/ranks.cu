@@ -161,17 +161,6 @@ __global__ void __launch_bounds__(THREADS) gather_kernel(const __grid_constant__
     turn_end(r, t);
 }
 
-__device__ __forceinline__ void let_next_start() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void wait_for_last() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 // The sum over the ranks of proj, then norm_embed.cu's norm_kernel with add. A block takes whole rows; the row's sum, and then its
 // residual, are in shared memory, each element its thread's. T: element type, E: proj's.
 template <typename T, typename E> __global__ void __launch_bounds__(THREADS) sum_norm_kernel(const __grid_constant__ k_ranks r, const __grid_constant__ k_norm_args a) {

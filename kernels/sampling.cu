@@ -37,11 +37,6 @@ __device__ __forceinline__ int id_of(uint64_t element) {
 __device__ __forceinline__ float canonical(float v) {
     return v + 0.f; // -0 is 0
 }
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 __device__ __forceinline__ uint64_t whole(float mass) {
     return __float2ull_rn(mass * ONE);
 }
