@@ -39,15 +39,18 @@ static bd_status name_part(bd_npy *npy, const char *path, bd_error *err) {
 bd_status bd_npy_check(const char *path, bd_error *err) {
     bd_npy npy;
     struct stat info;
-    const bd_status s = name_part(&npy, path, err);
+    bd_status s = name_part(&npy, path, err);
     if (s != BD_OK) return s;
     if (stat(path, &info) == 0 && !S_ISREG(info.st_mode))
         return bd_fail(err, BD_E_IO, path, "%s exists and is not a regular file", path);
+    bd_stop_begin();
     const int fd = open(npy.part_path, O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0666);
-    if (fd < 0) return bd_fail_errno(err, BD_E_IO, path, errno, "cannot create %s", npy.part_path);
-    close(fd);
-    unlink(npy.part_path);
-    return BD_OK;
+    if (fd < 0) s = bd_fail_errno(err, BD_E_IO, path, errno, "cannot create %s", npy.part_path);
+    if (fd >= 0) close(fd);
+    if (fd >= 0) unlink(npy.part_path);
+    if (s == BD_OK) s = bd_stop_check(path, err);
+    bd_stop_end();
+    return s;
 }
 
 bd_status bd_npy_open(bd_npy *npy, const char *path, uint32_t cols, bd_error *err) {
@@ -75,8 +78,8 @@ bd_status bd_npy_append(bd_npy *npy, const float *row, bd_error *err) {
 }
 
 bd_status bd_npy_finish(bd_npy *npy, bd_error *err) {
-    bd_status s = BD_OK;
-    if (fseek(npy->file, 0, SEEK_SET) != 0) {
+    bd_status s = bd_stop_check(npy->path, err);
+    if (s == BD_OK && fseek(npy->file, 0, SEEK_SET) != 0) {
         s = bd_fail_errno(err, BD_E_IO, npy->path, errno, "cannot seek in %s", npy->path);
     }
     if (s == BD_OK) s = write_header(npy, err);

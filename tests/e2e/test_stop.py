@@ -4,6 +4,7 @@ Nothing is timed: the tool is held where its temporary exists and the result doe
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,13 @@ def hear_all():
         signal.signal(number, signal.SIG_DFL)
 
 
+def stop(child):
+    """Returns when it stands still, not when the signal is on its way."""
+    child.send_signal(signal.SIGSTOP)
+    while child.poll() is None and Path(f"/proc/{child.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
+        time.sleep(0.001)
+
+
 def hold(command, folder, **options):
     """A run that is stopped while its temporary exists, and no result."""
     options.setdefault("preexec_fn", hear_all)
@@ -43,7 +51,7 @@ def hold(command, folder, **options):
         child = subprocess.Popen([BINARY, *map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **options)
         while child.poll() is None and not list(folder.glob("out.*")):
             time.sleep(0.001)
-        child.send_signal(signal.SIGSTOP)
+        stop(child)
         if child.poll() is None and list(folder.glob("out.*")) and not (folder / "out").exists():
             return child
         child.kill()

@@ -159,7 +159,8 @@ typedef struct fake_source { /* what tests turn and look at; the loader's ctx */
     /* Read faults. */
     int32_t (*fault)(struct fake_source *source, uint64_t offset, uint32_t bytes, int32_t result);
     _Atomic uint32_t attempts, faults;
-    const char *path; /* for faults that change the file */
+    const char *path;     /* for faults that change the file, */
+    _Atomic bool changed; /* once; reads end on several threads */
 } fake_source;
 
 struct bd_overlay_feed {

@@ -180,20 +180,20 @@ static void test_files_at_open(void **state) {
 
 static int32_t cut_file(fake_source *source, uint64_t offset, uint32_t bytes, int32_t result) {
     (void)offset, (void)bytes;
-    if (atomic_load(&source->attempts) == 1) BD_ASSERT(truncate(source->path, 70000) == 0);
+    if (!atomic_exchange(&source->changed, true)) BD_ASSERT(truncate(source->path, 70000) == 0);
     return result;
 }
 
 static int32_t grow_file(fake_source *source, uint64_t offset, uint32_t bytes, int32_t result) {
     (void)offset, (void)bytes;
-    if (atomic_load(&source->attempts) == 1) BD_ASSERT(truncate(source->path, 300000) == 0);
+    if (!atomic_exchange(&source->changed, true)) BD_ASSERT(truncate(source->path, 300000) == 0);
     return result;
 }
 
 static int32_t touch_file(fake_source *source, uint64_t offset, uint32_t bytes, int32_t result) {
     (void)offset, (void)bytes;
     const struct timespec times[2] = {{.tv_sec = 1000}, {.tv_sec = 1000}};
-    if (atomic_load(&source->attempts) == 1)
+    if (!atomic_exchange(&source->changed, true))
         BD_ASSERT(utimensat(AT_FDCWD, source->path, times, 0) == 0);
     return result;
 }
