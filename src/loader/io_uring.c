@@ -159,7 +159,9 @@ bd_status bd_ring_create(const bd_ring_options *options, bd_ring **out, bd_error
     int rc = ring_init(&io->ring, options->depth + 2);
     if (rc < 0) {
         status = bd_fail_errno(err, BD_E_UNSUPPORTED, "io_uring", -rc, "io_uring is refused%s",
-                               rc == -EPERM ? " (seccomp or kernel.io_uring_disabled)" : "");
+                               rc == -EPERM    ? " (seccomp or kernel.io_uring_disabled)"
+                               : rc == -ENOMEM ? " (RLIMIT_MEMLOCK?)"
+                                               : "");
         goto fail_free;
     }
     if ((status = check_opcodes(&io->ring, err)) != BD_OK) goto fail_ring;

@@ -159,8 +159,9 @@ typedef struct fake_source { /* what tests turn and look at; the loader's ctx */
     /* Read faults. */
     int32_t (*fault)(struct fake_source *source, uint64_t offset, uint32_t bytes, int32_t result);
     _Atomic uint32_t attempts, faults;
-    const char *path;     /* for faults that change the file, */
-    _Atomic bool changed; /* once; reads end on several threads */
+    const char *path; /* for faults that change the file, once: reads end on several threads */
+    void (*change)(const char *path);
+    _Atomic bool changing, changed;
 } fake_source;
 
 struct bd_overlay_feed {
