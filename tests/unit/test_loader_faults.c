@@ -42,8 +42,8 @@ static bool scene_loader(scene *s, bd_io_choice io) {
     return true;
 }
 
-static void scene_files(scene *s, uint64_t chunk_bytes) {
-    fake_variant_make(&s->variant, "unlucky", scene_sizes, 2, chunk_bytes);
+static void scene_fill(scene *s, const uint64_t *sizes, uint32_t files, uint64_t chunk_bytes) {
+    fake_variant_make(&s->variant, "unlucky", sizes, files, chunk_bytes);
     uint32_t count = fake_pages_for(s->variant.total_bytes);
     s->memory = calloc(count, FAKE_PAGE_BYTES);
     s->pages = calloc(count, sizeof(void *));
@@ -52,6 +52,10 @@ static void scene_files(scene *s, uint64_t chunk_bytes) {
     for (uint32_t i = 0; i < count; i++)
         s->pages[i] = s->memory + (size_t)i * FAKE_PAGE_BYTES;
     s->load = (bd_load){.delta = &s->variant.delta, .pages = s->pages, .page_count = count};
+}
+
+static void scene_files(scene *s, uint64_t chunk_bytes) {
+    scene_fill(s, scene_sizes, 2, chunk_bytes);
 }
 
 static bool scene_make(scene *s, bd_io_choice io, uint64_t chunk_bytes) {
@@ -224,6 +228,52 @@ static void test_files_changed_while_read(void **state) {
         else
             expect_failure(&s, BD_E_CORRUPT, path, "changed or replaced");
         assert_true(s.load.ready_count < FAKE_READY_COUNT);
+        scene_end(&s);
+    }
+}
+
+/* Holds the loader back until the workers have filled everything: of the first block that it takes
+ * back on, nothing but the blocks it has not taken back tells that the load is not over. */
+static uint32_t ready_when_all_is_fed(const bd_overlay_feed *feed) {
+    fake_source *source = feed->source;
+    for (uint32_t tries = 0; atomic_load(&feed->fed) < feed->total; tries++) {
+        BD_ASSERT(tries < 600000);
+        usleep(100);
+    }
+    if (source->change && !atomic_exchange(&source->changing, true)) source->change(source->path);
+    return fake_feed_ready(feed);
+}
+
+/* Everything is in its pages, but the file turns out to have grown when its last block is taken
+ * back: no load calls all of it ready before. */
+static void test_last_index_waits_for_the_last_block(void **state) {
+    (void)state;
+    for (uint32_t round = 0; round < 4; round++) {
+        scene s = {.source = {.anywhere = true, .together = 2}};
+        const uint64_t bytes = SCENE_CHUNK + 1 + fake_below(SCENE_CHUNK);
+        const bd_loader_options options = {
+            .io = readers[round % 2], .block_bytes = SCENE_CHUNK, .depth = 2};
+        bd_loader_source table = fake_loader_source(&s.source);
+        table.feed_ready = ready_when_all_is_fed;
+        bd_status status = bd_loader_create_with(&options, &table, &s.loader, NULL);
+        if (status == BD_E_UNSUPPORTED) continue;
+        assert_int_equal(status, BD_OK);
+        scene_fill(&s, &bytes, 1, SCENE_CHUNK);
+        char path[1200];
+        fake_path(&s.variant, 0, path, sizeof path);
+        s.source.path = path;
+        s.source.change = round < 2 ? grow : NULL;
+        scene_submit(&s);
+        scene_await(&s);
+        assert_int_equal(s.source.fed_bytes, bytes);
+        if (round < 2) {
+            expect_failure(&s, BD_E_LENGTH, path, "size changed");
+            assert_int_equal(s.load.ready_count, FAKE_READY_COUNT - 1);
+        } else {
+            assert_int_equal(s.load.status, BD_OK);
+            assert_int_equal(s.load.ready_count, FAKE_READY_COUNT);
+            fake_overlay_destroy(s.load.overlay);
+        }
         scene_end(&s);
     }
 }
@@ -562,6 +612,7 @@ int main(void) {
         cmocka_unit_test(test_damage_in_every_chunk),
         cmocka_unit_test(test_files_at_open),
         cmocka_unit_test(test_files_changed_while_read),
+        cmocka_unit_test(test_last_index_waits_for_the_last_block),
         cmocka_unit_test(test_whole_file_check),
         cmocka_unit_test(test_read_errors),
         cmocka_unit_test(test_other_rooms_fail),
