@@ -1,6 +1,9 @@
 /* name.c - which names a base or a variant may have, and which directories may be variants. */
+#include <errno.h>
 #include <string.h>
+#include <unistd.h>
 
+#include "bitdelta/base/file.h"
 #include "bitdelta/base/json_scan.h"
 #include "bitdelta/delta/delta.h"
 
@@ -22,6 +25,25 @@ static bool is_leftover(const char *entry) {
 
 bool bd_delta_is_entry(const char *entry) {
     return entry[0] != '.' && !is_leftover(entry);
+}
+
+bd_status bd_delta_find(const char *dir, const char *entry, char *path, size_t path_bytes,
+                        bd_error *err) {
+    char file[4096];
+    path[0] = '\0';
+    if (!bd_delta_is_entry(entry)) return BD_E_NOT_FOUND;
+    bd_status status = bd_path_join(path, path_bytes, dir, entry, err);
+    if (status == BD_OK) status = bd_path_join(file, sizeof file, path, "delta.json", err);
+    if (status != BD_OK) return status;
+    if (bd_file_exists(file)) {
+        if (access(file, F_OK) == 0) return BD_OK;
+        return bd_fail_errno(err, BD_E_IO, file, errno, "%s cannot be reached", file);
+    }
+    if (access(path, F_OK) == 0) return BD_E_NOT_FOUND;
+    const int why = errno;
+    /* Whoever made a link that leads nowhere meant a variant. */
+    if (!bd_file_exists(path)) return BD_E_NOT_FOUND; /* removed meanwhile */
+    return bd_fail_errno(err, BD_E_IO, path, why, "the link %s leads nowhere", path);
 }
 
 const char *bd_variant_name_fault(const char *name) {

@@ -8,7 +8,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "bitdelta/base/file.h"
 #include "bitdelta/base/pool.h"
@@ -65,25 +64,10 @@ static bd_status add_wanted(scan *s, const char *name, const char *dir, bool pin
     return BD_OK;
 }
 
-/* BD_E_NOT_FOUND: this is no variant. Any other fault is for people: a variant whose files cannot
- * be reached is not silently left out. */
-static bd_status find_delta(const char *name, const char *dir, char path[PATH_BYTES],
-                            bd_error *err) {
-    char file[PATH_BYTES];
-    path[0] = '\0';
-    if (!bd_delta_is_entry(name)) return BD_E_NOT_FOUND;
-    bd_status status = bd_path_join(path, PATH_BYTES, dir, name, err);
-    if (status == BD_OK) status = bd_path_join(file, sizeof file, path, "delta.json", err);
-    if (status != BD_OK) return status;
-    if (!bd_file_exists(file)) return BD_E_NOT_FOUND;
-    if (access(file, F_OK) == 0) return BD_OK;
-    return bd_fail_errno(err, BD_E_IO, file, errno, "%s cannot be reached", file);
-}
-
 static bd_status collect_entry(scan *s, const char *root, const char *name, bd_error *err) {
     char path[PATH_BYTES];
     bd_error fault;
-    bd_status status = find_delta(name, root, path, &fault);
+    bd_status status = bd_delta_find(root, name, path, sizeof path, &fault);
     if (status == BD_E_NOT_FOUND) return BD_OK;
     bd_status added = add_wanted(s, NULL, path[0] ? path : root, false, err);
     if (added != BD_OK) return added;

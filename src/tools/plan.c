@@ -65,12 +65,12 @@ static bd_status read_deltas(planned *p, const char *deltas_dir, bd_error *err) 
         return bd_fail_errno(err, BD_E_NOT_FOUND, deltas_dir, errno,
                              "deltas: the directory %s cannot be read", deltas_dir);
     for (struct dirent *entry; (entry = readdir(handle));) {
-        char dir[4096], manifest[4096];
-        if (!bd_delta_is_entry(entry->d_name)) continue;
-        if (bd_path_join(dir, sizeof dir, deltas_dir, entry->d_name, NULL) == BD_OK &&
-            bd_path_join(manifest, sizeof manifest, dir, "delta.json", NULL) == BD_OK &&
-            bd_file_exists(manifest))
-            add_delta(p, dir);
+        char dir[4096];
+        bd_error fault;
+        const bd_status status = bd_delta_find(deltas_dir, entry->d_name, dir, sizeof dir, &fault);
+        if (status == BD_OK) add_delta(p, dir);
+        if (status != BD_OK && status != BD_E_NOT_FOUND)
+            add_fault(&p->found, dir[0] ? dir : deltas_dir, &fault);
     }
     closedir(handle);
     return BD_OK;

@@ -70,13 +70,14 @@ def test_deltas_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "good" / "delta.json").write_text(good)
     (tmp_path / "odd" / "delta.json").write_text('{"format": "other"}')
     (tmp_path / "worse" / "delta.json").write_text("{")
+    (tmp_path / "link").symlink_to("nothing")
     text = plan("--deltas", tmp_path).stdout
     assert "deltas found: 1," in text
-    for name in ("odd", "worse"):
+    for name in ("link", "odd", "worse"):
         assert len(re.findall(rf"^  {tmp_path / name}: .+", text, re.M)) == 1
     got = json.loads(plan("--deltas", tmp_path, "--json").stdout)
-    assert got["deltas"] == 1 and got["deltas_unreadable"] == 2
-    assert sorted(one["path"] for one in got["unreadable"]) == [str(tmp_path / name) for name in ("odd", "worse")]
+    assert got["deltas"] == 1 and got["deltas_unreadable"] == 3
+    assert sorted(one["path"] for one in got["unreadable"]) == [str(tmp_path / name) for name in ("link", "odd", "worse")]
     assert all(one["failure"] for one in got["unreadable"])
     assert json.loads(plan("--json").stdout)["unreadable"] == []
 

@@ -147,6 +147,44 @@ def test_a_refusal_is_logged_once(launch, folder):
     assert logged() == 5
 
 
+def test_a_link_that_leads_nowhere_is_named(launch, folder):
+    """Who makes a link means a variant: at start, at a rescan and when the one that is served goes; logged once. What is no variant is not."""
+    deltas, store = folder.parent, folder.parent.parent / "store"
+    store.mkdir()
+    copy_variant("zen-mini-sql", store / "sql")
+    (store / "empty").mkdir()
+    for name in ("sql", "gone", "empty"):
+        (deltas / name).symlink_to(store / name)
+    (deltas / ".hidden").symlink_to(store / "gone")
+    (deltas / "gone.tmp-12").symlink_to(store / "gone")
+    (deltas / "note").write_text("no variant")
+    (deltas / "note-too").symlink_to("note")
+    server = launch(deltas=str(deltas))
+
+    def check(refused, *names):
+        assert {one["path"]: one["failure"] for one in refused} == {
+            str(deltas / name): f"the link {deltas / name} leads nowhere: No such file or directory" for name in names}
+
+    def logged(name):
+        return sum("level=error mod=router what=\"variant refused\"" in line and f"{deltas / name} leads nowhere" in line for line in server.lines)
+
+    listed = lambda: requests.get(server.admin_url + "/admin/variants", timeout=20).json()["refused"]  # noqa: E731
+    check(listed(), "gone")
+    server.find(rf"level=error.*variant refused.*{deltas / 'gone'} leads nowhere")
+    check(rescan(server)["refused"], "gone")
+    assert sorted(variants(server)) == [C, "zen-mini-sql"]
+    (store / "sql").rename(store / "away")
+    reply = rescan(server)
+    check(reply["refused"], "gone", "sql")
+    assert reply["removed"] == ["zen-mini-sql"] and list(variants(server)) == [C]
+    server.find(rf"level=error.*variant refused.*{deltas / 'sql'} leads nowhere")
+    assert (logged("gone"), logged("sql")) == (1, 1)
+    (store / "away").rename(store / "sql")
+    copy_variant("zen-mini-math", store / "gone")
+    reply = rescan(server)
+    assert sorted(reply["added"]) == ["zen-mini-math", "zen-mini-sql"] and reply["refused"] == [] == listed()
+
+
 def test_what_needs_more_slots_says_so(launch, tmp_path):
     command = [BINARY, "compress", "--base", "demo/zen-mini", "--finetuned", "demo/finetuned/zen-mini-coder", "--bits", "4",
                "--out", tmp_path / "deltas" / "fine"]

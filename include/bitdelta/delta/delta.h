@@ -60,6 +60,11 @@ const char *bd_variant_name_fault(const char *name);
 /* Whether an entry of a directory of deltas is looked at: what is hidden or was left by a killed
  * compress is not. */
 bool bd_delta_is_entry(const char *entry);
+/* The directory that entry is, in `path` ("" if it has no room). BD_OK: it holds a delta.json;
+ * BD_E_NOT_FOUND: it is no variant. Any other fault is for people: a variant that cannot be reached
+ * is not silently left out. */
+BD_MUST_CHECK bd_status bd_delta_find(const char *dir, const char *entry, char *path,
+                                      size_t path_bytes, bd_error *err);
 
 /* Reads and checks delta.json alone: cheap enough for 10,000 variants at start. Names in `files`
  * may not contain '/'. */
