@@ -218,6 +218,9 @@ static int run(const bd_invocation *invocation, bd_error *err) {
 }
 
 int main(int argc, char **argv) {
+    /* A limit on the size of files (ulimit -f) fails the write, which names the file; it ends no
+     * server because its log has grown. */
+    signal(SIGXFSZ, SIG_IGN);
     bd_error err;
     bd_error_clear(&err);
     bd_invocation invocation;

@@ -25,6 +25,7 @@ void bd_stop_begin(void) {
         /* What is ignored was made so by nohup or a shell, for good. */
         if (g_before[i].sa_handler != SIG_IGN) (void)sigaction(k_signals[i], &action, NULL);
     }
+    signal(SIGPIPE, SIG_IGN); /* stays so: the report comes after the end */
     g_begun = true;
 }
 

@@ -8,7 +8,6 @@ import pathlib
 import random
 import resource
 import shutil
-import signal
 import struct
 import subprocess
 import sys
@@ -599,7 +598,6 @@ def test_disk_full(tmp_path):
     base, tuned = make_pair(tmp_path, SEED + 720, layers=3)
 
     def small_files():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
 
     done = compress(base, tuned, tmp_path / "d", status=1, preexec_fn=small_files)

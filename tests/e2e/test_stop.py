@@ -74,6 +74,18 @@ def test_nothing_half_done_stays(tmp_path, tool):
         assert sorted(p.name for p in tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize("tool", [compress, reshard, generate])
+def test_nobody_reads_on(tmp_path, tool):
+    """Whoever watched the progress has left, as with `2>&1 | head`: the work goes on and is whole."""
+    command = tool(tmp_path)
+    before = {p.name for p in tmp_path.iterdir()}
+    child = hold(command, tmp_path)
+    child.stderr.close()
+    child.send_signal(signal.SIGCONT)
+    assert child.wait(timeout=60) == 0
+    assert {p.name for p in tmp_path.iterdir()} == before | {"out"}
+
+
 def test_what_is_ignored_stays_so(tmp_path):
     """As nohup starts it."""
     child = hold(compress(tmp_path), tmp_path, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
