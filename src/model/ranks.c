@@ -1,7 +1,6 @@
-/* ranks.c - see ranks.h, and bd_model_rank_config in model.h. */
+/* ranks.c - see ranks.h, and bd_model_rank_config and bd_rank_part_of in model.h. */
 #include "ranks.h"
 
-#include "bitdelta/model/model.h"
 #include "names.h"
 
 typedef struct need { /* `what` of the model must be a multiple of `per_rank` times the ranks */

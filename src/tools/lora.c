@@ -1,5 +1,7 @@
 /* lora.c - see lora.h. y += scale * B (A x), scale = alpha / r, or alpha / sqrt(r) with use_rslora.
- */
+ * Of a matrix that is cut by rows a rank has those rows of B and all of A; of one that is cut by
+ * columns those columns of A and all of B, which is linear: the ranks' products are summed with the
+ * base's. */
 #include "lora.h"
 
 #include <stdio.h>
@@ -38,10 +40,11 @@ struct bd_lora {
     bd_safetensors *file;
     bd_adapter_config adapter;
     lora_pair *pairs; /* [layers][PART_COUNT] */
-    bd_overlay overlay;
-    bd_overlay_linear *linears; /* [layers][BD_LINEAR_COUNT] */
-    bd_overlay_linear table;    /* embedding and head: nothing */
-    const float **norms;        /* [layers + 1][BD_NORM_COUNT], all NULL */
+    bd_overlay overlays[BD_COMM_RANKS_MAX];
+    const bd_overlay *ranks[BD_COMM_RANKS_MAX];
+    bd_overlay_linear *linears[BD_COMM_RANKS_MAX]; /* of each rank: [layers][BD_LINEAR_COUNT] */
+    bd_overlay_linear table;                       /* embedding and head: nothing */
+    const float **norms;                           /* [layers + 1][BD_NORM_COUNT], all NULL */
 };
 
 static uint32_t linear_rows(const bd_model_config *config, uint32_t which) {
@@ -142,10 +145,9 @@ bd_status bd_lora_open(const char *dir, const bd_model_config *config, bd_lora *
     if (!lora) return bd_fail(err, BD_E_MEMORY, NULL, "no memory for an adapter");
     lora->config = *config;
     lora->pairs = calloc((size_t)config->layers * PART_COUNT, sizeof *lora->pairs);
-    lora->linears = calloc((size_t)config->layers * BD_LINEAR_COUNT, sizeof *lora->linears);
     lora->norms = calloc(((size_t)config->layers + 1) * BD_NORM_COUNT, sizeof *lora->norms);
     bd_status s = BD_OK;
-    if (!lora->pairs || !lora->linears || !lora->norms) {
+    if (!lora->pairs || !lora->norms) {
         s = bd_fail(err, BD_E_MEMORY, NULL, "no memory for an adapter");
     }
     if (s == BD_OK) s = bd_adapter_config_read(dir, &lora->adapter, err);
@@ -162,85 +164,139 @@ void bd_lora_close(bd_lora *lora) {
     if (!lora) return;
     bd_safetensors_close(lora->file);
     free(lora->pairs);
-    free(lora->linears);
+    for (uint32_t r = 0; r < BD_COMM_RANKS_MAX; r++)
+        free(lora->linears[r]);
     free(lora->norms);
     free(lora);
 }
 
 /* ---- on the device ---- */
 
-static uint64_t matrix_bytes(const bd_tensor *tensor) {
-    const uint64_t bytes = tensor->shape[0] * tensor->shape[1] * sizeof(float);
+typedef struct lora_rank { /* where its next matrix goes */
+    bd_model *model;
+    uint32_t rank, count;
+    uint8_t *at;
+} lora_rank;
+
+static uint64_t matrix_bytes(uint64_t rows, uint64_t cols) {
+    const uint64_t bytes = rows * cols * sizeof(float);
     return (bytes + PART_ALIGN - 1) / PART_ALIGN * PART_ALIGN;
 }
 
-uint64_t bd_lora_device_bytes(const bd_lora *lora) {
+static bd_rank_part rank_part(const bd_lora *lora, uint32_t rank, uint32_t count, size_t index,
+                              uint32_t which) {
+    bd_rank_part part;
+    const bd_weight_id id = {
+        .kind = BD_WEIGHT_LINEAR, .layer = (uint32_t)(index / PART_COUNT), .which = which};
+    BD_ASSERT(bd_rank_part_of(&lora->config, rank, count, id, &part));
+    return part;
+}
+
+uint64_t bd_lora_device_bytes(const bd_lora *lora, uint32_t rank_count) {
     uint64_t bytes = 0;
     for (size_t i = 0; i < (size_t)lora->config.layers * PART_COUNT; i++) {
-        const lora_pair *pair = &lora->pairs[i];
-        if (pair->a) bytes += matrix_bytes(pair->a) + matrix_bytes(pair->b);
+        const lora_part *module = &parts[i % PART_COUNT];
+        if (!lora->pairs[i].a) continue;
+        bytes +=
+            matrix_bytes(lora->adapter.rank, rank_part(lora, 0, rank_count, i, module->first).cols);
+        for (uint32_t which = module->first; which <= module->last; which++)
+            bytes +=
+                matrix_bytes(rank_part(lora, 0, rank_count, i, which).rows, lora->adapter.rank);
     }
     return bytes;
 }
 
-static bd_status put_matrix(bd_model *model, uint8_t **at, const bd_tensor *tensor,
-                            const float **out, bd_error *err) {
-    const uint64_t count = tensor->shape[0] * tensor->shape[1];
+/* `count` values from value `from` of the tensor on, to value `to` of the matrix at `dst`. */
+static bd_status put_values(bd_model *model, void *dst, uint64_t to, const bd_tensor *tensor,
+                            uint64_t from, uint64_t count, bd_error *err) {
     float values[FLOATS_AT_ONCE];
-    for (uint64_t first = 0; first < count; first += FLOATS_AT_ONCE) {
-        const uint64_t n = count - first < FLOATS_AT_ONCE ? count - first : FLOATS_AT_ONCE;
-        bd_tensor_to_f32(tensor, first, n, values);
+    for (uint64_t done = 0; done < count;) {
+        const uint64_t n = count - done < FLOATS_AT_ONCE ? count - done : FLOATS_AT_ONCE;
+        bd_tensor_to_f32(tensor, from + done, n, values);
+        const bd_status s = bd_model_ops(model)->vector_put(bd_model_backend(model), dst, to + done,
+                                                            values, n, err);
+        if (s != BD_OK) return s;
+        done += n;
+    }
+    return BD_OK;
+}
+
+static bd_status put_matrix(lora_rank *rank, const bd_tensor *tensor, const bd_rank_part *part,
+                            const float **out, bd_error *err) {
+    const uint64_t width = tensor->shape[1];
+    const bool whole = part->cols == width; /* rows side by side */
+    const uint64_t rows = whole ? 1 : part->rows,
+                   cols = whole ? (uint64_t)part->rows * width : part->cols;
+    for (uint64_t row = 0; row < rows; row++) {
         const bd_status s =
-            bd_model_ops(model)->vector_put(bd_model_backend(model), *at, first, values, n, err);
+            put_values(rank->model, rank->at, row * cols, tensor,
+                       (part->first_row + row) * width + part->first_col, cols, err);
         if (s != BD_OK) return s;
     }
-    *out = (const float *)(const void *)*at; /* parts are 64-byte aligned */
-    *at += matrix_bytes(tensor);
+    *out = (const float *)(const void *)rank->at; /* parts are 64-byte aligned */
+    rank->at += matrix_bytes(part->rows, part->cols);
     return BD_OK;
 }
 
-static bd_status put_pair(bd_lora *lora, bd_model *model, size_t index, uint8_t **at,
-                          bd_error *err) {
-    const lora_part *part = &parts[index % PART_COUNT];
+static bd_status put_pair(bd_lora *lora, lora_rank *rank, size_t index, bd_error *err) {
+    const lora_part *module = &parts[index % PART_COUNT];
     const lora_pair *pair = &lora->pairs[index];
-    const float *a, *b;
-    bd_status s = put_matrix(model, at, pair->a, &a, err);
-    if (s == BD_OK) s = put_matrix(model, at, pair->b, &b, err);
-    if (s != BD_OK) return s;
-    for (uint32_t which = part->first; which <= part->last;
-         which++) { /* a fused module: rows of one B */
-        bd_overlay_linear *linear = &lora->linears[index / PART_COUNT * BD_LINEAR_COUNT + which];
-        *linear = (bd_overlay_linear){.lora_rank = (uint16_t)lora->adapter.rank,
-                                      .lora_scale = lora->adapter.scale,
-                                      .lora_a = a,
-                                      .lora_b = b};
-        b += (size_t)linear_rows(&lora->config, which) * lora->adapter.rank;
+    const uint32_t r = lora->adapter.rank;
+    const bd_rank_part cut = rank_part(lora, rank->rank, rank->count, index, module->first);
+    const bd_rank_part of_a = {.rows = r, .first_col = cut.first_col, .cols = cut.cols};
+    const float *a;
+    uint32_t first_row = 0; /* of a fused module's linear: they are rows of one B */
+    bd_status s = put_matrix(rank, pair->a, &of_a, &a, err);
+    for (uint32_t which = module->first; s == BD_OK && which <= module->last; which++) {
+        const bd_rank_part own = rank_part(lora, rank->rank, rank->count, index, which);
+        const bd_rank_part of_b = {
+            .first_row = first_row + own.first_row, .rows = own.rows, .cols = r};
+        bd_overlay_linear *linear =
+            &lora->linears[rank->rank][index / PART_COUNT * BD_LINEAR_COUNT + which];
+        *linear = (bd_overlay_linear){
+            .lora_rank = (uint16_t)r, .lora_scale = lora->adapter.scale, .lora_a = a};
+        s = put_matrix(rank, pair->b, &of_b, &linear->lora_b, err);
+        first_row += linear_rows(&lora->config, which);
     }
-    return BD_OK;
+    return s;
 }
 
-bd_status bd_lora_load(bd_lora *lora, bd_model *model, const bd_overlay **overlay, bd_error *err) {
-    const bd_backend_ops *ops = bd_model_ops(model);
-    uint8_t *at = ops->delta_arena(bd_model_backend(model));
-    for (size_t i = 0; i < (size_t)lora->config.layers * PART_COUNT; i++) {
-        if (!lora->pairs[i].a) continue;
-        const bd_status s = put_pair(lora, model, i, &at, err);
-        if (s != BD_OK) return s;
-    }
-    if (ops->put_flush) {
-        const bd_status s = ops->put_flush(bd_model_backend(model), err);
-        if (s != BD_OK) return s;
-    }
-    lora->overlay = (bd_overlay){
+static bd_status load_rank(bd_lora *lora, lora_rank *rank, bd_error *err) {
+    const bd_backend_ops *ops = bd_model_ops(rank->model);
+    bd_backend *backend = bd_model_backend(rank->model);
+    bd_model_config local;
+    bd_status s = bd_model_rank_config(&lora->config, rank->rank, rank->count, &local, err);
+    if (s != BD_OK) return s;
+    bd_overlay_linear *linears =
+        calloc((size_t)lora->config.layers * BD_LINEAR_COUNT, sizeof *linears);
+    if (!linears) return bd_fail(err, BD_E_MEMORY, NULL, "no memory for an adapter");
+    lora->linears[rank->rank] = linears;
+    rank->at = ops->delta_arena(backend);
+    for (size_t i = 0; s == BD_OK && i < (size_t)lora->config.layers * PART_COUNT; i++)
+        if (lora->pairs[i].a) s = put_pair(lora, rank, i, err);
+    if (s == BD_OK && ops->put_flush) s = ops->put_flush(backend, err);
+    lora->ranks[rank->rank] = &lora->overlays[rank->rank];
+    lora->overlays[rank->rank] = (bd_overlay){
         .vocab = lora->config.vocab,
         .window_tokens = lora->config.window_tokens,
-        .linears = lora->linears,
-        .block_rows = lora->config.vocab,
+        .linears = linears,
+        .block_rows = local.vocab,
         .block_count = 1,
         .embed = &lora->table,
         .head = &lora->table,
         .norms = lora->norms,
+        .ranks = rank->rank == 0 && rank->count > 1 ? lora->ranks : NULL,
     };
-    *overlay = &lora->overlay;
+    return s;
+}
+
+bd_status bd_lora_load(bd_lora *lora, bd_model *model, const bd_overlay **overlay, bd_error *err) {
+    const uint32_t count = bd_model_rank_count(model);
+    for (uint32_t r = 0; r < count; r++) {
+        lora_rank rank = {.model = bd_model_rank(model, r), .rank = r, .count = count};
+        const bd_status s = load_rank(lora, &rank, err);
+        if (s != BD_OK) return s;
+    }
+    *overlay = &lora->overlays[0];
     return BD_OK;
 }

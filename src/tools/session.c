@@ -145,7 +145,8 @@ static bd_status open_model(bd_session *session, const bd_session_options *optio
     const uint64_t page_bytes = bd_overlay_page_bytes(&rank, ops);
     uint64_t pages = 0;
     if (session->has_delta) pages = bd_overlay_pages_of(&rank, ops, &session->delta);
-    if (session->lora) pages = bd_lora_device_bytes(session->lora) / page_bytes + 1;
+    if (session->lora)
+        pages = bd_lora_device_bytes(session->lora, options->rank_count) / page_bytes + 1;
     if (pages > UINT32_MAX)
         return bd_fail(err, BD_E_LIMIT, options->lora_dir, "the adapter is too large");
     const bd_model_options model_options = {
@@ -212,9 +213,6 @@ bd_status bd_session_open(const bd_session_options *options, bd_session **out, b
         s = bd_delta_open(options->delta_dir, &session->delta, err);
         session->has_delta = s == BD_OK;
     }
-    if (s == BD_OK && options->lora_dir && options->rank_count > 1)
-        s = bd_fail(err, BD_E_UNSUPPORTED, "tensor_parallel",
-                    "an adapter is run on one rank, %u were asked for", options->rank_count);
     if (s == BD_OK && options->lora_dir)
         s = bd_lora_open(options->lora_dir, &base, &session->lora, err);
     if (s == BD_OK) s = open_model(session, options, ops, &base, err);

@@ -253,12 +253,13 @@ def test_lora_tensors_are_refused_by_name(name, shape, tmp_path):
 
 
 @pytest.mark.oracles
-@pytest.mark.parametrize("arch, modules, rslora", [
-    ("llama-gqa", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], False),
-    ("qwen2", ["q_proj", "v_proj"], True),
-    ("phi3", ["qkv_proj", "gate_up_proj", "o_proj"], False),
-    ("gemma2", ["k_proj", "down_proj"], False)])
-def test_lora_matches_peft(arch, modules, rslora, tmp_path):
+@pytest.mark.parametrize("arch, modules, rslora, ranks", [
+    ("llama-gqa", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], False, [1]),
+    ("tp-llama", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], False, [2, 4, 8]),
+    ("qwen2", ["q_proj", "v_proj"], True, [1, 2]),
+    ("phi3", ["qkv_proj", "gate_up_proj", "o_proj"], False, [1, 2]),
+    ("gemma2", ["k_proj", "down_proj"], False, [1, 2])])
+def test_lora_matches_peft(arch, modules, rslora, ranks, tmp_path):
     torch = pytest.importorskip("torch")
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
@@ -268,12 +269,14 @@ def test_lora_matches_peft(arch, modules, rslora, tmp_path):
     config = peft.LoraConfig(r=6, lora_alpha=10, target_modules=modules, use_rslora=rslora, init_lora_weights=False)
     model = peft.get_peft_model(model, config).eval()
     model.save_pretrained(tmp_path / "adapter")
-    prompt = json.loads((folder / "golden.json").read_text())["prompts"][1]["ids"]
+    golden = json.loads((folder / "golden.json").read_text())
+    prompt = golden["prompts" if "prompts" in golden else "base"][1]["ids"]
     with torch.no_grad():
         want = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0]
-    dump = tmp_path / "logits.npy"
-    generate("--base", folder, "--lora", tmp_path / "adapter", "--prompt-ids", ids_text(prompt), "--max-tokens", 0,
-             "--dump-logits", dump)
-    rows, cols, values = read_npy(dump)
-    assert (rows, cols) == tuple(want.shape)
-    assert relative_l2(values, want.flatten().tolist()) <= 1e-5
+    for count in ranks:
+        dump = tmp_path / f"{count}.npy"
+        generate("--base", folder, "--lora", tmp_path / "adapter", "--prompt-ids", ids_text(prompt), "--max-tokens", 0,
+                 "--dump-logits", dump, "--tensor-parallel", count)
+        rows, cols, values = read_npy(dump)
+        assert (rows, cols) == tuple(want.shape)
+        assert relative_l2(values, want.flatten().tolist()) <= 1e-5

@@ -3,6 +3,9 @@ while others run, deltas of any number of shards. What cannot be split is refuse
 reads fails its variant and nobody else."""
 import json
 import re
+import secrets
+import shutil
+import struct
 import subprocess
 import threading
 from pathlib import Path
@@ -11,6 +14,7 @@ import numpy as np
 import pytest
 import requests
 from conftest import BINARY, ROOT, VARIANTS, error_of
+from test_generate import write_safetensors
 from test_tensor_parallel import model  # noqa: F401  (a fixture)
 from variants_support import golden_body, goldens
 
@@ -58,6 +62,65 @@ def test_deltas_of_any_shards(model, ranks, tmp_path):  # noqa: F811
             ids = same(tmp_path, ranks, "--base", base, *more, "--prompt-ids", ",".join(map(str, prompt["ids"])),
                        "--max-tokens", len(prompt["greedy"]), "--greedy", "--ignore-eos")
             assert ids == [step["ids"][0] for step in prompt["greedy"]]
+
+
+def read_bf16(path):
+    """Every tensor of a safetensors file of bf16, as float64."""
+    blob = path.read_bytes()
+    at = 8 + struct.unpack("<Q", blob[:8])[0]
+    tensors = {}
+    for name, entry in json.loads(blob[8:at]).items():
+        if name != "__metadata__":
+            first, end = entry["data_offsets"]
+            words = np.frombuffer(blob[at + first:at + end], "<u2").astype("<u4") << 16
+            tensors[name] = words.view("<f4").astype(np.float64).reshape(entry["shape"])
+    return tensors
+
+
+MODULES = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+FUSED = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
+
+
+@pytest.mark.parametrize("arch, ranks", [("tp-llama", 2), ("tp-llama", 4), ("tp-llama", 8), ("tp-qwen2", 2), ("tp-qwen2", 4),
+                                         ("tp-qwen2", 8), ("phi3", 2)])
+def test_adapter(arch, ranks, tmp_path):
+    """Also against the base with the adapter's product added to its weights by numpy, run as a checkpoint of its own."""
+    base, seed = ROOT / "tests" / "data" / "arch" / arch, secrets.randbits(32)
+    print("seed", seed)
+    random = np.random.default_rng(seed)
+    rank, factors, weights = int(random.integers(1, 12)), {}, read_bf16(base / "model.safetensors")
+    for layer in range(2):
+        for module in FUSED if arch == "phi3" else MODULES:
+            name = f"model.layers.{layer}.{module}"
+            n, k = weights[f"{name}.weight"].shape
+            a, b = (random.normal(size=shape).astype(np.float32) * 0.2 for shape in ((rank, k), (n, rank)))
+            factors |= {f"base_model.model.{name}.lora_A.weight": (a.shape, a.flatten()),
+                        f"base_model.model.{name}.lora_B.weight": (b.shape, b.flatten())}
+            weights[f"{name}.weight"] += 6 / rank * b.astype(np.float64) @ a.astype(np.float64)
+    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    adapter.mkdir()
+    merged.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 6, "bias": "none"}))
+    write_safetensors(adapter / "adapter_model.safetensors", factors)
+    shutil.copy(base / "config.json", merged)
+    write_safetensors(merged / "model.safetensors", {name: (w.shape, w.flatten()) for name, w in weights.items()})
+    ids = random.integers(0, 200, size=random.integers(1, 40)).tolist()
+    more = ["--base", base, "--prompt-ids", ",".join(map(str, ids)), "--max-tokens", 12, "--greedy", "--ignore-eos"]
+    (one, first), (many, got), (whole, want) = (generate(tmp_path / f"{i}.npy", n, *more, *of) for i, (n, of) in enumerate(
+        [(1, ["--lora", adapter]), (ranks, ["--lora", adapter]), (1, ["--finetuned", merged])]))
+    assert np.linalg.norm(got[:len(ids)] - want[:len(ids)]) <= L2 * np.linalg.norm(want[:len(ids)])
+    for other, logits in ((one, first), (whole, want)):
+        same_until_tie(many["ids"], other["ids"], got[len(ids) - 1:], logits[len(ids) - 1:])
+
+
+def same_until_tie(got_ids, want_ids, got, want):
+    """Greedy tokens and their rows of logits, up to two as good as equal."""
+    for i, row in enumerate(want):
+        assert np.linalg.norm(got[i] - row) <= L2 * np.linalg.norm(row)
+        best, second = np.sort(row)[:-3:-1]
+        if best - second < 1e-4:
+            return
+        assert got_ids[i] == want_ids[i]
 
 
 def test_what_cannot_be_split(tmp_path):

@@ -68,6 +68,15 @@ BD_MUST_CHECK bd_status bd_model_rank_config(const bd_model_config *config, uint
                                              uint32_t rank_count, bd_model_config *out,
                                              bd_error *err);
 
+typedef struct bd_rank_part {
+    uint32_t first_row, rows, first_col, cols; /* cols 0: a vector */
+} bd_rank_part;
+
+/* What rank `rank` of `rank_count` has of a weight of this (whole) config; false: nothing. The
+ * weight exists in such a model; a head of a tied model counts as its table. */
+bool bd_rank_part_of(const bd_model_config *config, uint32_t rank, uint32_t rank_count,
+                     bd_weight_id id, bd_rank_part *out);
+
 /* The memory a model of this config would take on each rank, without opening one (options->dir is
  * not read).
  * BD_E_LIMIT with the arithmetic in the message when it does not fit; *plan is filled even then. */
