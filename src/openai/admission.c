@@ -46,11 +46,12 @@ static void estimate(bd_completion *completion) {
 static bool too_large(const bd_completion *completion, const bd_ask *ask, const bd_refused *why,
                       bd_api_error *err) {
     const bd_completion_request *request = &completion->request;
+    const char *each = request->best_of > request->n ? "best_of" : "n";
     if (why->limit == BD_LIMIT_SEQUENCES)
-        return bd_api_fail(err, BD_API_VALUE, request->prompt_count > 1 ? "prompt" : "n",
-                           "This key may have %" PRIu64 " sequences at once, but the request asks "
-                           "for %" PRIu32 " (prompts x n).",
-                           why->most, ask->choices);
+        return bd_api_fail(err, BD_API_VALUE, request->prompt_count > 1 ? "prompt" : each,
+                           "This key's limit of sequences at once is %" PRIu64 ", but the request "
+                           "asks for %" PRIu32 " (prompts x %s).",
+                           why->most, ask->choices, each);
     return bd_api_fail(err, BD_API_VALUE,
                        request->max_tokens_sent ? request->limit_name : request->prompt_name,
                        "This key may use %" PRIu64 " tokens at once, but the request needs %" PRIu64

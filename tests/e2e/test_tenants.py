@@ -466,6 +466,7 @@ def test_concurrency(launch, home):
     message = error_of(ask(server, "alpha", n=101), 400, "invalid_value", "n")
     assert "100" in message and "101" in message
     error_of(ask(server, "alpha", [[5]] * 101), 400, "invalid_value", "prompt")
+    assert "prompts x best_of" in error_of(ask(server, "beta", best_of=2), 400, "invalid_value", "best_of")
     assert ask(server, "beta").status_code == 200
     first.close()
     eventually(lambda: ask(server, "alpha").status_code == 200, what="room for alpha")
