@@ -545,7 +545,7 @@ typedef struct signals {
     server *server;
     sigset_t set;
     sem_t drain;
-    _Atomic bool ready;
+    _Atomic bool ready, over;
     int number; /* of the signal that drains; valid after drain */
     pthread_t thread;
 } signals;
@@ -557,13 +557,11 @@ static void *signals_run(void *ctx) {
     for (;;) {
         int number;
         if (sigwait(&g->set, &number) != 0) continue;
+        if (atomic_load(&g->over)) return NULL;
         if (number == SIGHUP) {
-            int before; /* locks are taken: not to be ended within */
-            (void)pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before);
             renew_certificate(g->server);
             reload_tenants(g->server);
             rescan(g->server);
-            (void)pthread_setcancelstate(before, NULL);
             continue;
         }
         if (atomic_exchange(&g->ready, false)) {
@@ -582,7 +580,6 @@ static void *signals_run(void *ctx) {
         pthread_sigmask(SIG_UNBLOCK, &g->set, NULL);
         raise(number);
     }
-    return NULL;
 }
 
 static bd_status signals_open(signals *g, bd_error *err) {
@@ -601,7 +598,8 @@ static bd_status signals_open(signals *g, bd_error *err) {
 }
 
 static void signals_close(signals *g) {
-    pthread_cancel(g->thread);
+    atomic_store(&g->over, true);
+    pthread_kill(g->thread, SIGHUP);
     pthread_join(g->thread, NULL);
     sem_destroy(&g->drain);
 }
