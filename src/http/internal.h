@@ -227,6 +227,7 @@ bool bd_head_body(struct MHD_Connection *connection,
 bool bd_origin_check(const bd_request *request, bool keyed, bd_api_error *err);
 bool bd_origin_host_allowed(const char *sent, const char *given, const char *bound);
 bool bd_origin_is_own(const char *origin, const char *host);
+bool bd_origin_is_loopback(const char *bound);
 /* auth.c */
 void bd_key_digest(const char *key, size_t bytes, bd_server_key *out);
 /* Of a public route whose key names a tenant: that tenant, to be released; else NULL. */

@@ -41,6 +41,11 @@ static address_kind kind_of(const char *host) {
     return bytes == 9 && strncasecmp(host, "localhost", 9) == 0 ? A_LOOPBACK : A_NAME;
 }
 
+bool bd_origin_is_loopback(const char *bound) {
+    char host[BD_HTTP_HOST_MAX];
+    return host_of(bound, host) && kind_of(host) == A_LOOPBACK;
+}
+
 /* given: the address as the operator wrote it; bound: what it became. A listener on every address
  * is reached by any of them: no page's name is one. */
 bool bd_origin_host_allowed(const char *sent, const char *given, const char *bound) {

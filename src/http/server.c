@@ -162,6 +162,12 @@ bd_status bd_http_server_start(bd_http_server *server, bd_error *err) {
            server->tls ? " tls=on" : "");
     if (server->admin_listen)
         bd_log(BD_LOG_INFO, "http", "admin-listening address=%s", server->admin_address);
+    if (server->admin_listen && !server->admin_guarded &&
+        !bd_origin_is_loopback(server->admin_address))
+        bd_log(BD_LOG_WARN, "http",
+               "admin address=%s asks for no key and is no loopback: whoever reaches it gives "
+               "orders; see --admin-key",
+               server->admin_address);
     return BD_OK;
 }
 

@@ -131,6 +131,10 @@ def test_a_listener_on_every_address(launch):
     server = launch("--admin", "0.0.0.0:0")
     assert ask(server.admin_port, "GET /admin/variants", "Host: 10.1.2.3:81")[0] == 200
     assert refused(ask(server.admin_port, "GET /admin/variants", "Host: evil.com"))
+    for more, warned in ((), True), (("--admin-key", "k"), False), (("--admin", "127.1.2.3:0"), False), (("--admin", "localhost:0"), False), (("--admin", "[::]:0"), True):
+        server = launch(*(() if "--admin" in more else ("--admin", "0.0.0.0:0")), *more)
+        assert server.stop() == 0
+        assert any("level=warn" in line and "see --admin-key" in line for line in server.lines) == warned, more
 
 
 def test_eviction_under_two_slots(launch):
