@@ -140,20 +140,20 @@ static void matrix_free(matrix *m) {
     CHECK(cudaFree(m->overlays));
 }
 
-enum kind { DECODE, LEAN, MIXED, GEMM };
+enum kind { DECODE, LEAN, MIXED, ROWS, GEMM };
 typedef struct choice {
     enum kind kind;
     int tok, split;
 } choice;
 
 static const choice choices[] = {
-    {DECODE, 0, 1}, {LEAN, 0, 1},   {MIXED, 0, 1},  {GEMM, 256, 1}, {GEMM, 256, 2},
-    {GEMM, 256, 4}, {GEMM, 128, 1}, {GEMM, 128, 2}, {GEMM, 64, 1},  {GEMM, 64, 2},
+    {DECODE, 0, 1}, {LEAN, 0, 1},   {MIXED, 0, 1},  {ROWS, 0, 1},  {GEMM, 256, 1}, {GEMM, 256, 2},
+    {GEMM, 256, 4}, {GEMM, 128, 1}, {GEMM, 128, 2}, {GEMM, 64, 1}, {GEMM, 64, 2},
 };
 enum { CHOICES = sizeof choices / sizeof *choices, MIXED_ROWS = 256, LAUNCHES = 64 };
 
-typedef struct launch { /* of the mixed kernel */
-    int first_group, groups, lowest, variants;
+typedef struct launch { /* of the kernels of groups */
+    int first_group, groups, first_row, rows, lowest, variants;
 } launch;
 
 typedef struct work { /* one (rows, variants) of one matrix */
@@ -242,11 +242,37 @@ static void run_mixed(const work *w, int i) {
     }
 }
 
+static void run_rows(const work *w, int i) {
+    matrix *m = w->m;
+    for (int l = 0; l < w->launch_count; l++) {
+        const launch *part = &w->launches[l];
+        const k_rows_args args = {
+            .w = map_make(m->w[i % m->copies], (size_t)m->n, (size_t)m->k, 128),
+            .w_data = m->w[i % m->copies],
+            .x_data = (const uint8_t *)w->x + (size_t)part->first_row * (size_t)m->k * 2,
+            .overlays = m->overlays,
+            .columns = w->columns + part->lowest,
+            .groups = w->tiles + part->first_group,
+            .y = w->y,
+            .workspace = w->workspace,
+            .ticket = w->tickets + turn++ % TICKETS,
+            .first_row = part->first_row,
+            .rows = part->rows,
+            .n = m->n,
+            .k = m->k,
+            .group_count = part->groups,
+            .variants = part->variants,
+            .sm_count = sms,
+            .pdl = 1};
+        CHECK(k_rows(&args, stream));
+    }
+}
+
 static void run_bitdelta(const work *w, int i) {
     matrix *m = w->m;
     const void *data = m->w[i % m->copies];
     if (w->how.kind != GEMM) {
-        (w->how.kind == MIXED ? run_mixed : run_decode)(w, i);
+        (w->how.kind == MIXED ? run_mixed : w->how.kind == ROWS ? run_rows : run_decode)(w, i);
         return;
     }
     const k_gemm_args args = {
@@ -342,6 +368,10 @@ static void base_prepare(work *w) {
     m->best = best;
 }
 
+static bool groups_of(enum kind kind) {
+    return kind == MIXED || kind == ROWS;
+}
+
 static void tiles_fill(work *w, int most) {
     k_gemm_tile *tiles = malloc(((size_t)w->rows + 16) * sizeof *tiles);
     w->tile_count = 0;
@@ -354,12 +384,15 @@ static void tiles_fill(work *w, int most) {
     }
     w->launch_count = 0;
     launch *part = NULL;
-    for (int t = 0; w->how.kind == MIXED && t < w->tile_count; t++) {
-        const int variant = tiles[t].variant;
-        if (!part || part->groups == K_MIXED_GROUPS || variant - part->lowest >= 16) {
+    const int rows_most = w->how.kind == ROWS ? K_DECODE_ROWS : w->rows;
+    for (int t = 0; groups_of(w->how.kind) && t < w->tile_count; t++) {
+        const int variant = tiles[t].variant, rows = tiles[t].m1 - tiles[t].m0;
+        if (!part || part->groups == K_MIXED_GROUPS || variant - part->lowest >= 16 ||
+            part->rows + rows > rows_most) {
             part = &w->launches[w->launch_count++];
-            *part = (launch){.first_group = t, .lowest = variant};
+            *part = (launch){.first_group = t, .first_row = tiles[t].m0, .lowest = variant};
         }
+        part->rows += rows;
         part->groups++;
         part->variants = variant - part->lowest + 1;
         tiles[t].variant -= part->lowest;
@@ -373,17 +406,17 @@ static void tiles_fill(work *w, int most) {
  * kernel alone, so that a row does not see its batch. */
 static bool choice_set(work *w, int c) {
     w->how = choices[c];
-    if ((w->how.kind == LEAN) != (w->rows <= K_LEAN_ROWS)) return false;
+    if (w->how.kind != ROWS && (w->how.kind == LEAN) != (w->rows <= K_LEAN_ROWS)) return false;
     if (w->how.kind == LEAN || w->how.kind == DECODE) return w->rows <= 256;
-    if (w->how.kind == MIXED ? w->rows > MIXED_ROWS || !w->variants
-                             : w->m->k % (256 * w->how.split) != 0)
+    if (groups_of(w->how.kind) ? w->rows > MIXED_ROWS || !w->variants
+                               : w->m->k % (256 * w->how.split) != 0)
         return false;
-    tiles_fill(w, w->how.kind == MIXED ? K_MIXED_ROWS : w->how.tok);
+    tiles_fill(w, groups_of(w->how.kind) ? K_MIXED_ROWS : w->how.tok);
     return true;
 }
 
 static const char *choice_name(const work *w, char (*text)[32]) {
-    static const char *const names[] = {"decode", "lean", "mixed"};
+    static const char *const names[] = {"decode", "lean", "mixed", "rows"};
     if (w->how.kind != GEMM)
         snprintf(*text, sizeof *text, "%s", names[w->how.kind]);
     else
@@ -395,6 +428,7 @@ static double choice_cost(const work *w) {
     double cost = 0;
     if (w->how.kind == GEMM)
         return k_gemm_cost(w->m->n, w->m->k, w->how.tok, w->how.split, w->tile_count, sms);
+    if (w->how.kind == ROWS) return 1e30; /* not the backend's yet: BENCH_CHOICES measures it */
     if (w->how.kind == MIXED) {
         for (int l = 0; l < w->launch_count; l++)
             cost +=

@@ -134,9 +134,9 @@ static void run_gemm(const problem *p, int tok, int parts, int sms, bool wide, f
     buffer_free(&on_device);
 }
 
-enum how { PLAIN, LEAN, MIXED, HOWS }; /* kernels for few rows */
-static const char *const how_names[HOWS] = {"decode", "lean decode", "mixed"};
-static const char *const how_kernels[HOWS] = {"decode", "lean", "mixed"};
+enum how { PLAIN, LEAN, MIXED, ROWS, HOWS }; /* kernels for few rows */
+static const char *const how_names[HOWS] = {"decode", "lean decode", "mixed", "rows"};
+static const char *const how_kernels[HOWS] = {"decode", "lean", "mixed", "rows"};
 
 typedef struct decode_run {
     enum how how;
@@ -146,6 +146,7 @@ typedef struct decode_run {
     splitting split;
     k_decode_args args;
     k_mixed_args mixed;
+    k_rows_args whole;
 } decode_run;
 
 /* Groups of rows [first, first + rows) of one slot each; 0: too many. */
@@ -175,8 +176,8 @@ static bool decode_prepare(const problem *p, enum how how, int sms, int first, i
         if (overlay >= 0 && (!variants || columns[variants - 1] != overlay)) columns[variants++] = overlay;
         slot[m] = overlay < 0 ? -1 : variants - 1;
     }
-    const int group_count = how == MIXED && variants ? groups_fill(p, first, rows, slot, groups) : 0;
-    if ((how == PLAIN && rows > K_DECODE_ROWS) || (how == LEAN && rows > K_LEAN_ROWS) || (how == MIXED && !group_count)) return false;
+    const int group_count = (how == MIXED || how == ROWS) && variants ? groups_fill(p, first, rows, slot, groups) : 0;
+    if ((how == PLAIN && rows > K_DECODE_ROWS) || (how == LEAN && rows > K_LEAN_ROWS) || (how == MIXED && !group_count) || (how == ROWS && (!group_count || rows > K_DECODE_ROWS))) return false;
     const int tokens = how == MIXED ? K_MIXED_ROWS : k_decode_tokens(rows);
     *r = (decode_run){.how = how, .first = first, .rows = rows, .d = upload(p, 0, c.rows), .split = splitting_make(sms)};
     const uint8_t *x = (uint8_t *)r->d.x.data + (size_t)first * (size_t)c.k * 2;
@@ -192,6 +193,9 @@ static bool decode_prepare(const problem *p, enum how how, int sms, int first, i
     r->mixed = (k_mixed_args){.w = w, .x = x_map, .w_data = r->d.w.data, .overlays = r->d.table.data, .columns = r->columns.data, .groups = r->groups.data,
                               .bias = r->d.bias.data, .y = r->d.y.data, .workspace = r->split.work.data, .ticket = r->split.ticket.data, .n = c.n, .k = c.k,
                               .group_count = group_count, .variants = variants, .sm_count = sms, .fp16 = p->fp16, .pdl = pdl};
+    r->whole = (k_rows_args){.w = w, .w_data = r->d.w.data, .x_data = x, .overlays = r->d.table.data, .columns = r->columns.data, .groups = r->groups.data,
+                             .bias = r->d.bias.data, .y = r->d.y.data, .workspace = r->split.work.data, .ticket = r->split.ticket.data, .first_row = first,
+                             .rows = rows, .n = c.n, .k = c.k, .group_count = group_count, .variants = variants, .sm_count = sms, .fp16 = p->fp16, .pdl = pdl};
     return true;
 }
 
@@ -201,7 +205,8 @@ static void decode_launch(const decode_run *r, cudaStream_t stream) {
         CUDA_OK(k_planes(r->planes.data, a->x_data, a->rows, a->k, a->fp16, a->pdl, stream));
     if (r->how == PLAIN) CUDA_OK(k_decode(a, stream));
     else if (r->how == LEAN) CUDA_OK(k_decode_lean(a, stream));
-    else CUDA_OK(k_mixed(&r->mixed, stream));
+    else if (r->how == MIXED) CUDA_OK(k_mixed(&r->mixed, stream));
+    else CUDA_OK(k_rows(&r->whole, stream));
 }
 
 static void decode_finish(decode_run *r, const problem *p, float *y) {
@@ -329,7 +334,7 @@ static void test_decode(void **state) {
         free(y);
         problem_free(&p);
     }
-    printf("launches of decode, lean, mixed: %d %d %d\n", ran[PLAIN], ran[LEAN], ran[MIXED]);
+    printf("launches of decode, lean, mixed, rows: %d %d %d %d\n", ran[PLAIN], ran[LEAN], ran[MIXED], ran[ROWS]);
     for (int how = PLAIN; how < HOWS; how++) assert_true(ran[how] > 0 || !wanted(how_kernels[how]));
 }
 
