@@ -45,11 +45,16 @@ static bd_status parse_whole(const option_row *row, void *field, const char *tex
     const char *rest = "";
     bool size = row->type == OPTION_SIZE;
     bool fine = size ? parse_size(text, &value) : parse_digits(text, &value, &rest) && !*rest;
+    if (!fine && size) {
+        return bd_fail(err, BD_E_ARGUMENT, place->subject,
+                       "%s: \"%.64s\" is not a size (whole number with KiB, MiB, GiB, TiB or "
+                       "nothing behind it)",
+                       place->label, text);
+    }
     if (!fine) {
-        return bd_fail(err, BD_E_ARGUMENT, place->subject, "%s: \"%.64s\" is not a %s",
-                       place->label, text,
-                       size ? "size (whole number with KiB, MiB, GiB, TiB or nothing behind it)"
-                            : "whole number of at most 64 bits");
+        return bd_fail(err, BD_E_ARGUMENT, place->subject,
+                       "%s: \"%.64s\" is not a whole number in %llu..%llu", place->label, text,
+                       (unsigned long long)row->min, (unsigned long long)row->max);
     }
     if (value < row->min || value > row->max) {
         return bd_fail(err, BD_E_ARGUMENT, place->subject, "%s: %.64s is not in %llu..%llu",

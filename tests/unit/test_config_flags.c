@@ -202,7 +202,7 @@ static void test_wrong_usage(void **state) {
         {"serve --base x --Slots 1", "--Slots", "no such flag"},
         {"serve --base x -v", "-v", "two dashes"},
         {"serve --base x y", "y", "unexpected argument"},
-        {"serve --base x --slots -1", "--slots", "not a whole number"},
+        {"serve --base x --slots -1", "--slots", "not a whole number in 0..100000"},
         {"serve --base x --slots 1.0", "--slots", "not a whole number"},
         {"serve --base x --slots 99999999999999999999999", "--slots", "not a whole number"},
         {"serve --base x --slots 18446744073709551617", "--slots", "not a whole number"},
