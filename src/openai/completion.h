@@ -27,18 +27,21 @@ typedef struct bd_prompt_state {
     bd_strbuf echo;       /* the prompt as text, with echo */
     uint64_t echo_points; /* its code points */
     uint64_t *offsets;    /* [ids.count] where each token starts in it, with echo and logprobs */
+    /* What its choices tell of it, made once for all of them. */
+    bd_logprob_lists lists; /* with echo and logprobs */
+    bd_strbuf logprobs;     /* prompt_logprobs */
+    uint32_t next;          /* first position whose result is still to come */
 } bd_prompt_state;
 
 typedef struct bd_choice {
     bd_detok detok;
     bd_stop_state stop;
     bd_strbuf text; /* all of it, or this event's delta */
-    bd_strbuf token_ids, prompt_logprobs;
+    bd_strbuf token_ids;
     bd_logprob_lists lists;
     uint64_t points; /* code points decoded so far, echo included: text_offset of the next token */
-    uint32_t generated,
-        prompt_next; /* prompt_next: first prompt position whose result is still to come */
-    bool head_done, event_sent, finished;
+    uint32_t generated;
+    bool event_sent, finished;
     bd_finish finish;
     int stop_string;    /* index, -1: none */
     int32_t stop_id;    /* -1: none, or EOS */

@@ -113,21 +113,25 @@ void bd_logprob_lists_add_first(bd_logprob_lists *lists, const bd_token_names *n
     bd_strbuf_puts(&lists->offsets, "0");
 }
 
-static void put_list(bd_strbuf *out, const char *name, const bd_strbuf *list) {
+static void put_list(bd_strbuf *out, const char *name, const bd_strbuf *prompt,
+                     const bd_strbuf *list) {
     bd_strbuf_printf(out, "\"%s\":[", name);
+    if (prompt) bd_strbuf_append(out, prompt->data, prompt->len_bytes);
+    if (prompt && prompt->len_bytes > 0 && list->len_bytes > 0) bd_strbuf_append(out, ",", 1);
     bd_strbuf_append(out, list->data, list->len_bytes);
     bd_strbuf_append(out, "]", 1);
 }
 
-void bd_logprob_lists_write(const bd_logprob_lists *lists, bd_strbuf *out) {
+void bd_logprob_lists_write(const bd_logprob_lists *prompt, const bd_logprob_lists *lists,
+                            bd_strbuf *out) {
     bd_strbuf_append(out, "{", 1);
-    put_list(out, "tokens", &lists->tokens);
+    put_list(out, "tokens", prompt ? &prompt->tokens : NULL, &lists->tokens);
     bd_strbuf_append(out, ",", 1);
-    put_list(out, "token_logprobs", &lists->values);
+    put_list(out, "token_logprobs", prompt ? &prompt->values : NULL, &lists->values);
     bd_strbuf_append(out, ",", 1);
-    put_list(out, "top_logprobs", &lists->top);
+    put_list(out, "top_logprobs", prompt ? &prompt->top : NULL, &lists->top);
     bd_strbuf_append(out, ",", 1);
-    put_list(out, "text_offset", &lists->offsets);
+    put_list(out, "text_offset", prompt ? &prompt->offsets : NULL, &lists->offsets);
     bd_strbuf_append(out, "}", 1);
 }
 

@@ -29,7 +29,9 @@ void bd_logprob_lists_add(bd_logprob_lists *lists, const bd_token_names *names,
                           const bd_token_result *token, uint32_t alternatives, uint64_t offset);
 void bd_logprob_lists_add_first(bd_logprob_lists *lists, const bd_token_names *names,
                                 int32_t id); /* nulls */
-void bd_logprob_lists_write(const bd_logprob_lists *lists, bd_strbuf *out);
+/* Those of `prompt` first, where that is not NULL. */
+void bd_logprob_lists_write(const bd_logprob_lists *prompt, const bd_logprob_lists *lists,
+                            bd_strbuf *out);
 /* One entry of the prompt_logprobs array. */
 void bd_prompt_logprob_write(const bd_token_names *names, const bd_token_result *token,
                              uint32_t alternatives, bd_strbuf *out);

@@ -289,7 +289,6 @@ static void choice_deinit(bd_choice *choice) {
     if (choice->detok.tokenizer) bd_detok_deinit(&choice->detok);
     bd_strbuf_deinit(&choice->text);
     bd_strbuf_deinit(&choice->token_ids);
-    bd_strbuf_deinit(&choice->prompt_logprobs);
     bd_logprob_lists_deinit(&choice->lists);
 }
 
@@ -303,6 +302,8 @@ void bd_completion_destroy(bd_completion *completion) {
         bd_token_vec_deinit(&completion->prompts[i].ids);
         bd_strbuf_deinit(&completion->prompts[i].echo);
         free(completion->prompts[i].offsets);
+        bd_logprob_lists_deinit(&completion->prompts[i].lists);
+        bd_strbuf_deinit(&completion->prompts[i].logprobs);
     }
     free(completion->bias);
     bd_strbuf_deinit(&completion->rendered);

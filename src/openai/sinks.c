@@ -4,7 +4,7 @@
 
 #include "completion.h"
 
-static const bd_prompt_state *prompt_of(const bd_completion *completion, uint32_t index) {
+static bd_prompt_state *prompt_of(const bd_completion *completion, uint32_t index) {
     return &completion->prompts[index / completion->width];
 }
 
@@ -19,18 +19,22 @@ static void fail(bd_completion *completion, bd_api_kind kind, const char *messag
 
 static size_t choice_bytes(const bd_choice *choice) {
     return choice->text.len_bytes + choice->token_ids.len_bytes +
-           choice->prompt_logprobs.len_bytes + bd_logprob_lists_bytes(&choice->lists);
+           bd_logprob_lists_bytes(&choice->lists);
+}
+
+static size_t prompt_bytes(const bd_prompt_state *prompt) {
+    return prompt->logprobs.len_bytes + bd_logprob_lists_bytes(&prompt->lists);
 }
 
 static bool choice_failed(const bd_choice *choice) {
-    return choice->text.failed || choice->token_ids.failed || choice->prompt_logprobs.failed ||
+    return choice->text.failed || choice->token_ids.failed ||
            bd_logprob_lists_failed(&choice->lists);
 }
 
 /* Output kept for this request is bounded, whatever the request asked for. */
-static bool account(bd_completion *completion, const bd_choice *choice, size_t before_bytes) {
-    completion->held_bytes += choice_bytes(choice) - before_bytes;
-    if (choice_failed(choice) || completion->piece.failed)
+static bool keep(bd_completion *completion, size_t bytes, bool out_of_memory) {
+    completion->held_bytes += bytes;
+    if (out_of_memory || completion->piece.failed)
         fail(completion, BD_API_INTERNAL, "The server is out of memory.");
     else if (completion->held_bytes > completion->openai->response_bytes_max) {
         fail(completion, BD_API_VALUE,
@@ -40,6 +44,17 @@ static bool account(bd_completion *completion, const bd_choice *choice, size_t b
     return !completion->failed;
 }
 
+static bool account(bd_completion *completion, const bd_choice *choice, size_t before_bytes) {
+    return keep(completion, choice_bytes(choice) - before_bytes, choice_failed(choice));
+}
+
+/* Each choice of the prompt will tell it, so it counts as often. */
+static bool account_prompt(bd_completion *completion, const bd_prompt_state *prompt,
+                           size_t before_bytes) {
+    return keep(completion, (prompt_bytes(prompt) - before_bytes) * completion->width,
+                prompt->logprobs.failed || bd_logprob_lists_failed(&prompt->lists));
+}
+
 static bool is_listed(const int32_t *ids, uint32_t count, int32_t id) {
     for (uint32_t i = 0; i < count; i++)
         if (ids[i] == id) return true;
@@ -47,43 +62,46 @@ static bool is_listed(const int32_t *ids, uint32_t count, int32_t id) {
 }
 
 /* Position 0 has no log-probability, but it has an entry. */
-static void begin_prompt(bd_completion *completion, uint32_t index) {
-    bd_choice *choice = &completion->choices[index];
-    if (choice->prompt_next > 0) return;
-    choice->prompt_next = 1;
+static void begin_prompt(bd_completion *completion, bd_prompt_state *prompt) {
+    if (prompt->next > 0) return;
+    prompt->next = 1;
+    const size_t before_bytes = prompt_bytes(prompt);
     if (completion->request.echo && completion->request.logprobs >= 0)
-        bd_logprob_lists_add_first(&choice->lists, &completion->names,
-                                   prompt_of(completion, index)->ids.ids[0]);
-    if (completion->request.prompt_logprobs >= 0) bd_strbuf_puts(&choice->prompt_logprobs, "null");
+        bd_logprob_lists_add_first(&prompt->lists, &completion->names, prompt->ids.ids[0]);
+    if (completion->request.prompt_logprobs >= 0) bd_strbuf_puts(&prompt->logprobs, "null");
+    (void)account_prompt(completion, prompt, before_bytes);
+}
+
+static void add_prompt_token(bd_completion *completion, bd_prompt_state *prompt,
+                             const bd_token_result *token) {
+    const bd_completion_request *request = &completion->request;
+    if (request->echo && request->logprobs >= 0)
+        bd_logprob_lists_add(&prompt->lists, &completion->names, token, (uint32_t)request->logprobs,
+                             prompt->offsets[prompt->next]);
+    if (request->prompt_logprobs >= 0) {
+        bd_strbuf_append(&prompt->logprobs, ",", 1);
+        bd_prompt_logprob_write(&completion->names, token, (uint32_t)request->prompt_logprobs,
+                                &prompt->logprobs);
+    }
+    prompt->next++;
 }
 
 static void on_prompt(void *ctx, uint32_t index, uint32_t first, const bd_token_result *tokens,
                       uint32_t count) {
     bd_completion *completion = ctx;
-    bd_choice *choice = &completion->choices[index];
-    const bd_completion_request *request = &completion->request;
-    const bd_prompt_state *prompt = prompt_of(completion, index);
+    bd_prompt_state *prompt = prompt_of(completion, index);
     if (completion->failed) return;
-    size_t before_bytes = choice_bytes(choice);
-    begin_prompt(completion, index);
+    begin_prompt(completion, prompt);
+    const size_t before_bytes = prompt_bytes(prompt);
     for (uint32_t i = 0; i < count; i++) {
-        uint32_t position = first + i;
-        if (position != choice->prompt_next || position >= prompt->ids.count) continue;
+        if (first + i != prompt->next || first + i >= prompt->ids.count) continue;
         if (tokens[i].fault) {
             fail(completion, BD_API_INTERNAL, "The model computed an invalid number.");
             return;
         }
-        if (request->echo && request->logprobs >= 0)
-            bd_logprob_lists_add(&choice->lists, &completion->names, &tokens[i],
-                                 (uint32_t)request->logprobs, prompt->offsets[position]);
-        if (request->prompt_logprobs >= 0) {
-            bd_strbuf_append(&choice->prompt_logprobs, ",", 1);
-            bd_prompt_logprob_write(&completion->names, &tokens[i],
-                                    (uint32_t)request->prompt_logprobs, &choice->prompt_logprobs);
-        }
-        choice->prompt_next++;
+        add_prompt_token(completion, prompt, &tokens[i]);
     }
-    (void)account(completion, choice, before_bytes);
+    (void)account_prompt(completion, prompt, before_bytes);
 }
 
 /* A chat choice begins with its role, together with the first token. */
@@ -115,12 +133,12 @@ static void send_event(bd_completion *completion, uint32_t index) {
         return;
     }
     bool exempt = !choice->event_sent && completion->request.echo;
+    if (!choice->event_sent) completion->held_bytes -= prompt_bytes(prompt_of(completion, index));
     choice->event_sent = true;
     completion->any_event = true;
     completion->held_bytes -= choice_bytes(choice);
     bd_strbuf_clear(&choice->text);
     bd_strbuf_clear(&choice->token_ids);
-    bd_strbuf_clear(&choice->prompt_logprobs);
     bd_logprob_lists_clear(&choice->lists);
     if (!completion->sink->event(completion->sink_ctx, completion->event.data,
                                  completion->event.len_bytes, exempt))
@@ -157,8 +175,8 @@ static bool on_token(void *ctx, uint32_t index, const bd_token_result *token) {
         fail(completion, BD_API_INTERNAL, "The model computed an invalid number.");
         return false;
     }
+    begin_prompt(completion, prompt_of(completion, index));
     size_t before_bytes = choice_bytes(choice);
-    begin_prompt(completion, index);
     choice->generated++;
     completion->generated++;
     choice->logprob_sum += (double)token->logprob;
@@ -197,8 +215,8 @@ static void on_end(void *ctx, uint32_t index, bd_finish finish, int32_t stop_id)
     bd_choice *choice = &completion->choices[index];
     bool ended_well = finish == BD_FINISH_STOP || finish == BD_FINISH_LENGTH;
     if (completion->failed || choice->finished || !ended_well) return;
+    begin_prompt(completion, prompt_of(completion, index));
     size_t before_bytes = choice_bytes(choice);
-    begin_prompt(completion, index);
     choice->finished = true;
     choice->finish = completion->max_new == 0 ? BD_FINISH_LENGTH : finish;
     if (is_listed(completion->stop_ids, completion->user_stop_count, stop_id))

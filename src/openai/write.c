@@ -120,7 +120,7 @@ static void write_choice(const bd_completion *completion, uint32_t index, uint32
     if (request->logprobs >= 0 && request->is_chat)
         write_chat_logprobs(choice, out);
     else if (request->logprobs >= 0)
-        bd_logprob_lists_write(&choice->lists, out);
+        bd_logprob_lists_write(first ? &prompt->lists : NULL, &choice->lists, out);
     else
         bd_strbuf_puts(out, "null");
     write_finish(completion, choice, out);
@@ -136,7 +136,7 @@ static void write_choice(const bd_completion *completion, uint32_t index, uint32
     }
     if (request->prompt_logprobs >= 0 && first) {
         bd_strbuf_puts(out, ",\"prompt_logprobs\":[");
-        bd_strbuf_append(out, choice->prompt_logprobs.data, choice->prompt_logprobs.len_bytes);
+        bd_strbuf_append(out, prompt->logprobs.data, prompt->logprobs.len_bytes);
         bd_strbuf_puts(out, "]");
     }
     bd_strbuf_puts(out, "}");

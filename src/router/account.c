@@ -141,10 +141,15 @@ static void drop_line(bd_router_line *line) {
     free(line);
 }
 
-/* Lower priorities first, equal ones as they came. */
+static bool goes_before(const bd_job *a, const bd_job *b) {
+    if (a->params.priority != b->params.priority) return a->params.priority < b->params.priority;
+    return a->internal.arrival < b->internal.arrival;
+}
+
+/* Lower priorities first, equal ones as they came: one that was set aside has its place again. */
 static void insert_job(bd_router_line *line, bd_job *job) {
     bd_job *before = line->last;
-    while (before && job->params.priority < before->params.priority)
+    while (before && goes_before(job, before))
         before = before->internal.prev;
     bd_job *after = before ? before->internal.next : line->first;
     job->internal.prev = before;
@@ -171,7 +176,7 @@ bd_status bd_line_append(bd_router_queue *queue, bd_job *job) {
     job->internal.line = line;
     insert_job(line, job);
     if (account->flow.waiting == 0) account->blocked_us = 0;
-    bd_fair_arrive(router->fair, &account->flow, job->internal.choice_count);
+    bd_fair_arrive(router->fair, &account->flow, job->internal.choice_count - job->internal.added);
     show(router, account);
     return BD_OK;
 }

@@ -110,6 +110,7 @@ typedef struct bd_router_choice {
     uint32_t index;
     uint64_t last_token_us;
     bool early; /* its variant was loading when it began, and there is no token yet */
+    bool told;  /* the log-probabilities of its prompt, or there are none to tell */
 } bd_router_choice;
 
 /* One change of the registry: before goes, after comes; either may be NULL. */
@@ -185,8 +186,9 @@ struct bd_router {
     uint32_t refused_count;    /* active queues with refused_us != 0 */
     bd_router_queue *squeezer; /* the cold variant that others give way to */
     uint64_t squeeze_check_us, squeeze_next_us;
-    uint32_t queued;  /* choices in queues */
-    uint32_t started; /* since rate_us */
+    uint64_t arrivals; /* jobs so far */
+    uint32_t queued;   /* choices in queues */
+    uint32_t started;  /* since rate_us */
     uint64_t rate_us;
     bd_metric *waiting;
 };
@@ -209,6 +211,9 @@ void bd_account_charge_load(bd_router *router, bd_router_account *account, uint6
 /* queue.c: bd-sched only */
 BD_MUST_CHECK bd_status bd_queue_append(bd_router_queue *queue, bd_job *job);
 void bd_queue_remove(bd_router_queue *queue, bd_job *job);
+/* Out of its line, so that others go on, and back; the room in the queue stays the job's. */
+void bd_queue_set_aside(bd_router_queue *queue, bd_job *job);
+BD_MUST_CHECK bd_status bd_queue_take_back(bd_router_queue *queue, bd_job *job);
 void bd_queue_drop_lease(bd_router_queue *queue,
                          uint64_t now_us); /* back to NONE, whatever it was */
 void bd_queue_fail_all(bd_router_queue *queue, bd_status status, const bd_error *err,
@@ -223,6 +228,8 @@ void bd_squeeze_end(bd_router *router);
 
 /* job.c: bd-sched only */
 bd_status bd_job_start_choice(bd_job *job, bd_router_queue *queue, uint64_t now_us, bd_error *err);
+/* The next choice is to begin when the first one of its prompt has told what both need. */
+bool bd_job_must_wait(const bd_job *job);
 /* The job may be gone afterwards. */
 void bd_job_fail(bd_job *job, bd_status status, const bd_error *err, uint32_t retry_after_s);
 

@@ -16,6 +16,44 @@ static bd_job *job_of_cancel(bd_call *call) {
     return (bd_job *)(void *)((char *)call - offsetof(bd_job, internal.cancel_call));
 }
 
+/* ---- Prompts that choices share ---- */
+
+/* Their log-probabilities are logits of every position: computed once, by the first choice of each
+ * prompt. The others begin when it has told them, and find its prompt in the prefix cache. */
+static bool shares_prompts(const bd_job *job) {
+    return job->params.prompt_logprobs >= 0 && job->choices_per_prompt > 1;
+}
+
+/* The choice that begins as the n-th: where prompts are shared, the first of each before all
+ * others. */
+static uint32_t nth_choice(const bd_job *job, uint32_t n) {
+    const uint32_t others = job->choices_per_prompt - 1;
+    if (!shares_prompts(job)) return n;
+    if (n < job->prompt_count) return n * job->choices_per_prompt;
+    n -= job->prompt_count;
+    return n / others * job->choices_per_prompt + 1 + n % others;
+}
+
+bool bd_job_must_wait(const bd_job *job) {
+    const bd_job_internal *in = &job->internal;
+    if (!shares_prompts(job) || in->added < job->prompt_count) return false;
+    const uint32_t next = nth_choice(job, in->added);
+    return !in->choices[next - next % job->choices_per_prompt].told;
+}
+
+/* The job may fail here, but it does not end: this choice has not. */
+static void told_prompt(bd_router_choice *choice) {
+    bd_job *job = choice->job;
+    bd_job_internal *in = &job->internal;
+    choice->told = true;
+    if (!in->aside || in->failed || bd_job_must_wait(job)) return;
+    bd_error err;
+    if (bd_queue_take_back(bd_queue_of(job->served), job) == BD_OK) return;
+    bd_job_fail(job,
+                bd_fail(&err, BD_E_MEMORY, "request", "out of memory for a place in the queue"),
+                &err, 0);
+}
+
 /* ---- The end ---- */
 
 /* The tenant pays for what was computed: prompts that began to run, each once, and new tokens. */
@@ -23,8 +61,9 @@ static void settle(const bd_job *job) {
     const bd_job_internal *in = &job->internal;
     const bd_ask ask = {
         .tenant = job->tenant, .choices = in->choice_count, .tokens = job->reserved_tokens};
+    const uint32_t step = shares_prompts(job) ? 1 : job->choices_per_prompt;
     uint64_t prompt_tokens = 0;
-    for (uint32_t i = 0; i * job->choices_per_prompt < in->added; i++)
+    for (uint32_t i = 0; i < job->prompt_count && i * step < in->added; i++)
         prompt_tokens += job->prompts[i].count;
     bd_tenant_result result = in->status == BD_OK          ? BD_TENANT_OK
                               : in->status == BD_CANCELLED ? BD_TENANT_CANCELLED
@@ -70,9 +109,10 @@ static void set_failed(bd_job *job, bd_status status, const bd_error *err, uint3
     else
         bd_error_clear(&in->error);
     if (in->queued) bd_queue_remove(bd_queue_of(job->served), job);
-    for (uint32_t i = 0; i < in->added; i++)
-        if (in->choices[i].sequence)
-            bd_engine_cancel(in->router->options.engine, in->choices[i].sequence);
+    for (uint32_t n = 0; n < in->added; n++) {
+        bd_sequence *sequence = in->choices[nth_choice(job, n)].sequence;
+        if (sequence) bd_engine_cancel(in->router->options.engine, sequence);
+    }
 }
 
 void bd_job_fail(bd_job *job, bd_status status, const bd_error *err, uint32_t retry_after_s) {
@@ -106,10 +146,12 @@ static bool on_token(void *ctx, const bd_token_result *token) {
 }
 
 static void on_prompt(void *ctx, uint32_t first, const bd_token_result *tokens, uint32_t count) {
-    const bd_router_choice *choice = ctx;
+    bd_router_choice *choice = ctx;
     const bd_job *job = choice->job;
     if (!job->internal.failed && job->sink->prompt)
         job->sink->prompt(job->sink_ctx, choice->index, first, tokens, count);
+    if (first + count >= job->prompts[choice->index / job->choices_per_prompt].count)
+        told_prompt(choice);
 }
 
 static void on_end(void *ctx, bd_finish finish, int32_t stop_id, const bd_error *err) {
@@ -121,6 +163,8 @@ static void on_end(void *ctx, bd_finish finish, int32_t stop_id, const bd_error 
                                            BD_FINISHED_ERROR};
     if (series->ready) bd_metric_add(series->finished[kinds[finish]], 1.0);
     choice->sequence = NULL;
+    if (!choice->told && finish != BD_FINISH_ERROR)
+        told_prompt(choice); /* whatever it told: nobody waits for more */
     in->live--;
     if (!choice->early) in->router->running--;
     if (finish == BD_FINISH_ERROR)
@@ -134,16 +178,18 @@ static const bd_sequence_sink sequence_sink = {on_token, on_prompt, on_end};
 
 bd_status bd_job_start_choice(bd_job *job, bd_router_queue *queue, uint64_t now_us, bd_error *err) {
     bd_job_internal *in = &job->internal;
-    bd_router_choice *choice = &in->choices[in->added];
-    const bd_prompt *prompt = &job->prompts[in->added / job->choices_per_prompt];
+    const uint32_t index = nth_choice(job, in->added), width = job->choices_per_prompt;
+    bd_router_choice *choice = &in->choices[index];
+    const bd_prompt *prompt = &job->prompts[index / width];
     bd_sequence_options options = job->params;
-    *choice =
-        (bd_router_choice){.job = job, .index = in->added, .early = queue->lease.load != NULL};
+    *choice = (bd_router_choice){
+        .job = job, .index = index, .early = queue->lease.load != NULL, .told = prompt->count == 1};
     options.prompt = prompt->ids;
     options.prompt_tokens = prompt->count;
     options.lease = queue->lease;
     options.tenant = bd_tenant_id(job->tenant);
-    options.sampling.choice = in->added % job->choices_per_prompt;
+    options.sampling.choice = index % width;
+    if (index % width > 0) options.prompt_logprobs = -1;
     options.sink = &sequence_sink;
     options.sink_ctx = choice;
     options.payer = &in->line->account->flow.payer;

@@ -47,6 +47,7 @@ static void deactivate(bd_router_queue *queue) {
 }
 
 bd_status bd_queue_append(bd_router_queue *queue, bd_job *job) {
+    job->internal.arrival = queue->router->arrivals++;
     bd_status status = bd_line_append(queue, job);
     if (status != BD_OK) return status;
     job->internal.queued = true;
@@ -55,17 +56,28 @@ bd_status bd_queue_append(bd_router_queue *queue, bd_job *job) {
     return BD_OK;
 }
 
+static void leave_line(bd_router_queue *queue, bd_job *job) {
+    bd_line_remove(job, job->internal.choice_count - job->internal.added);
+    if (queue->lines) return;
+    bd_queue_drop_lease(queue, bd_now_us());
+    deactivate(queue);
+}
+
 void bd_queue_remove(bd_router_queue *queue, bd_job *job) {
     bd_job_internal *in = &job->internal;
     BD_ASSERT(in->queued);
     in->queued = false;
     uint32_t left = in->choice_count - in->added;
-    bd_line_remove(job, left);
     queue->router->queued -= left;
     atomic_fetch_sub(&queue->router->reserved, left);
-    if (queue->lines) return;
-    bd_queue_drop_lease(queue, bd_now_us());
-    deactivate(queue);
+    if (!in->aside) leave_line(queue, job);
+    in->aside = false;
+}
+
+void bd_queue_set_aside(bd_router_queue *queue, bd_job *job) {
+    BD_ASSERT(job->internal.queued && !job->internal.aside);
+    job->internal.aside = true;
+    leave_line(queue, job);
 }
 
 /* ---- Leases ---- */
@@ -174,6 +186,18 @@ static void ask_lease(bd_router_queue *queue, bd_router_account *account, uint64
         fail_variant(queue, &err, now_us);
 }
 
+/* The lease is asked for here, while the choice that it waited for has one: nothing takes the
+ * variant away in between. */
+bd_status bd_queue_take_back(bd_router_queue *queue, bd_job *job) {
+    BD_ASSERT(job->internal.queued && job->internal.aside);
+    bd_status status = bd_line_append(queue, job);
+    if (status != BD_OK) return status;
+    job->internal.aside = false;
+    activate(queue);
+    ask_lease(queue, job->internal.line->account, bd_now_us(), true);
+    return BD_OK;
+}
+
 static void ask_account(bd_router_account *account, uint64_t now_us, bool cache_changed) {
     bd_router_line *next;
     for (bd_router_line *line = account->first; line; line = next) {
@@ -238,6 +262,8 @@ static bd_status start_one(bd_router_line *line, uint64_t now_us) {
     bd_line_leave(line, 1);
     if (job->internal.added == job->internal.choice_count)
         bd_queue_remove(queue, job);
+    else if (bd_job_must_wait(job))
+        bd_queue_set_aside(queue, job);
     else
         ask_lease(queue, account, now_us, true);
     return BD_OK;

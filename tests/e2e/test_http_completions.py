@@ -100,6 +100,60 @@ def test_prompt_logprobs_field(server):
     assert len(server.complete([BOS], max_tokens=1, prompt_logprobs=0)["choices"][0]["prompt_logprobs"]) == 1
 
 
+@pytest.mark.parametrize("fields", [{"n": 4}, {"n": 2, "best_of": 5}, {"n": 4, "stream": True}, {"n": 3, "max_tokens": 0},
+                                    {"n": 3, "stream": True, "max_tokens": 0}, {"n": 3, "echo": False, "prompt_logprobs": 1}])
+@pytest.mark.parametrize("model", [BASE, "zen-mini-coder"])
+def test_choices_share_what_is_told_of_their_prompt(server, model, fields):
+    """Computed by the first choice, told by all: a prompt is computed once for n choices, but for what is behind its last full block
+    of 16 tokens. The numbers are those of a request for one choice, which are the goldens' (above)."""
+    dice = random.Random()
+    prompts = [[BOS, *(dice.randrange(4000) for _ in range(more))] for more in (0, dice.randrange(1, 40), dice.randrange(100, 400))]
+    tell = {"echo": True, "logprobs": 5, "prompt_logprobs": 2, "return_token_ids": True, "ignore_eos": True} | fields
+    if tell.get("stream"):
+        del tell["prompt_logprobs"]
+    body = {"max_tokens": 3, "temperature": 1, "seed": dice.randrange(2**40)} | tell
+    n, new = body["n"], body["max_tokens"]
+
+    def computed():
+        return server.metric("vllm:prefix_cache_queries_total") - server.metric("vllm:prefix_cache_hits_total")
+
+    before = computed()
+    if tell.get("stream"):
+        events = server.stream(prompts, model, **body)
+        choices = [merge(events, i) for i in range(3 * n)]
+    else:
+        choices = server.complete(prompts, model, **body)["choices"]
+    rows = [len(p) - (new == 0) for p in prompts]
+    behind = [(r - (r - 1) // 16 * 16) * (new > 0) for r in rows]
+    assert computed() - before == sum(rows) + (body.get("best_of", n) - 1) * sum(behind)
+    for i, prompt in enumerate(prompts):
+        one = server.complete(prompt, model, **{k: v for k, v in tell.items() if k not in ("n", "best_of", "stream")} | {"max_tokens": 1})["choices"][0]
+        first, *others = mine = choices[i * n:(i + 1) * n]
+        count = len(prompt) if body["echo"] else 0
+        for choice in mine:
+            assert choice["prompt_token_ids"] == prompt and len(choice["token_ids"]) == new
+            assert all(len(values) == count + new for values in choice["logprobs"].values())
+        for other in others:
+            assert other.get("prompt_logprobs") == first.get("prompt_logprobs")
+            assert all(values[:count] == first["logprobs"][name][:count] for name, values in other["logprobs"].items())
+        assert [first["logprobs"][name][:count] for name in ("tokens", "text_offset")] == [one["logprobs"][name][:count] for name in ("tokens", "text_offset")]
+        for got, wanted in zip(first["logprobs"]["token_logprobs"][1:count], one["logprobs"]["token_logprobs"][1:]):
+            assert math.isclose(got, wanted, abs_tol=CLOSE)
+        for got, wanted in zip((first.get("prompt_logprobs") or [])[1:], (one.get("prompt_logprobs") or [])[1:]):
+            assert all(math.isclose(got[number]["logprob"], told["logprob"], abs_tol=CLOSE) for number, told in wanted.items() if number in got)
+
+
+def test_what_is_shared_counts_as_often_as_it_is_told(launch):
+    """The limit of an answer is that of its bytes, though the prompt's part of it is kept once."""
+    server = launch("--max-response-bytes", "100000", deltas=None)
+    body = {"prompt": [BOS, *range(300, 500)], "max_tokens": 0, "echo": True, "logprobs": 5}
+    size = len(server.post("/v1/completions", body).content)
+    most = 100_000 // size
+    assert 2 < most < 20
+    assert server.post("/v1/completions", body | {"n": most}).status_code == 200
+    assert "too large" in error_of(server.post("/v1/completions", body | {"n": most + 2}), 400, "invalid_value")
+
+
 # ---- prompts ----
 
 def test_four_prompt_forms_agree(server):

@@ -144,7 +144,7 @@ static void run_job(bd_job *job) {
         for (uint32_t i = 1; i < prompt->count; i++)
             results[i] = (bd_token_result){
                 .id = prompt->ids[i], .logprob = -1.5f, .rank = 2, .top_count = 1, .top_ids = {9}};
-        if (job->params.prompt_logprobs >= 0)
+        if (job->params.prompt_logprobs >= 0 && choice % job->choices_per_prompt == 0)
             job->sink->prompt(job->sink_ctx, choice, 1, results + 1, prompt->count - 1);
         for (int32_t i = 0; i < 4 && !cancelled; i++) {
             bd_token_result token = {.id = 100 + i,

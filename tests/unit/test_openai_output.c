@@ -130,17 +130,19 @@ static void test_lists(void **state) {
     for (uint32_t as_ids = 0; as_ids < 2; as_ids++) {
         for (uint32_t k = 0; k <= BD_TOP_MAX; k += 5) {
             const bd_token_names names = {tokenizer, as_ids != 0};
-            bd_logprob_lists lists = {0};
+            /* The prompt's part first, which others share; k == 0 has the prompt alone. */
+            bd_logprob_lists prompt = {0}, own = {0};
             enum { COUNT = 200 };
             bd_token_result tokens[COUNT];
-            bd_logprob_lists_add_first(&lists, &names, 4080);
+            bd_logprob_lists_add_first(&prompt, &names, 4080);
             for (uint32_t i = 1; i < COUNT; i++) {
                 tokens[i] = random_result(seed, k * 1000 + i);
-                bd_logprob_lists_add(&lists, &names, &tokens[i], k, i * 3);
+                bd_logprob_lists_add(i <= COUNT - k * 3 ? &prompt : &own, &names, &tokens[i], k,
+                                     i * 3);
             }
             bd_strbuf out;
             bd_strbuf_init(&out, 0);
-            bd_logprob_lists_write(&lists, &out);
+            bd_logprob_lists_write(&prompt, &own, &out);
             cJSON *tree = read_back(&out);
             const cJSON *name = cJSON_GetObjectItemCaseSensitive(tree, "tokens")->child;
             const cJSON *value = cJSON_GetObjectItemCaseSensitive(tree, "token_logprobs")->child;
@@ -156,7 +158,8 @@ static void test_lists(void **state) {
             assert_true(!name->next && !value->next && !top->next && !offset->next);
             cJSON_Delete(tree);
             bd_strbuf_deinit(&out);
-            bd_logprob_lists_deinit(&lists);
+            bd_logprob_lists_deinit(&prompt);
+            bd_logprob_lists_deinit(&own);
         }
     }
 }

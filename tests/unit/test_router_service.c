@@ -89,7 +89,8 @@ static const bd_job_sink sink = {on_token, NULL, NULL, on_done};
 
 static void submit(request *r, uint32_t tenant) {
     bd_refused why;
-    bd_ask ask = {.tenant = r->world->tenant[tenant], .choices = r->job.choices_per_prompt};
+    bd_ask ask = {.tenant = r->world->tenant[tenant],
+                  .choices = r->job.prompt_count * r->job.choices_per_prompt};
     bd_status status = bd_router_reserve(r->world->router, &ask, &why);
     BD_ASSERT(status == BD_OK);
     r->job.tenant = r->world->tenant[tenant];
@@ -632,6 +633,42 @@ static void test_left_and_back(void **state) {
     close_world(&w);
 }
 
+static void cancel_at_prompt(void *ctx, uint32_t choice, uint32_t first,
+                             const bd_token_result *tokens, uint32_t count) {
+    request *r = ctx;
+    (void)choice, (void)first, (void)tokens, (void)count;
+    bd_router_cancel(r->world->router, &r->job);
+}
+
+/* Choices that share what is told of their prompts: when it is cancelled, the first of each has
+ * begun, and the tenant pays for both prompts, though no other choice has. */
+static void test_prompts_begun(void **state) {
+    (void)state;
+    static const bd_job_sink cancelling = {.prompt = cancel_at_prompt, .done = on_done};
+    const double weights[TENANTS] = {1.0, 1.0, 1.0};
+    world w;
+    bd_strbuf text;
+    request r;
+    open_world(&w, fake_seed(), 4, 0.0, SEQS_MAX, weights);
+    make(&w, &r, 0, 20, TOKENS); /* more than a step computes of it */
+    const bd_prompt prompts[2] = {{r.ids, r.prompt.count}, {r.ids + 1, r.prompt.count - 1}};
+    r.job.prompts = prompts;
+    r.job.prompt_count = 2;
+    r.job.choices_per_prompt = 3;
+    r.job.params.prompt_logprobs = 0;
+    r.job.sink = &cancelling;
+    submit(&r, 0);
+    run_world(&w, 1);
+    assert_int_equal(r.status, BD_CANCELLED);
+    bd_strbuf_init(&text, 0);
+    bd_tenants_write_metrics(w.tenants, &text);
+    const double paid =
+        value_of(text.data, "\nbitdelta_tenant_prompt_tokens_total{tenant=\"t0\"} ");
+    assert_int_equal((int)paid, prompts[0].count + prompts[1].count);
+    bd_strbuf_deinit(&text);
+    close_world(&w);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_shares),
@@ -644,6 +681,7 @@ int main(void) {
         cmocka_unit_test(test_one_for_all),
         cmocka_unit_test(test_weights_and_metrics),
         cmocka_unit_test(test_left_and_back),
+        cmocka_unit_test(test_prompts_begun),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

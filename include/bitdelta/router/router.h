@@ -41,6 +41,7 @@ struct bd_router_choice;
 typedef struct bd_job_sink { /* on bd-sched; must not block. choice = prompt_number * n + k */
     bool (*token)(void *ctx, uint32_t choice,
                   const bd_token_result *token); /* false: stop this choice */
+    /* Of the first choice of each prompt, for all of them: before any token() or end() of these. */
     void (*prompt)(void *ctx, uint32_t choice, uint32_t first, const bd_token_result *tokens,
                    uint32_t count);
     void (*end)(void *ctx, uint32_t choice, bd_finish finish, int32_t stop_id);
@@ -63,10 +64,12 @@ typedef struct bd_job_internal {
     _Atomic uint32_t cancel_state;
     bd_router *router;
     struct bd_job *prev, *next;  /* in line */
-    struct bd_router_line *line; /* of its tenant and variant; NULL: not queued */
+    struct bd_router_line *line; /* of its tenant and variant; NULL: not queued, or aside */
     struct bd_router_choice *choices;
     uint32_t choice_count, added, live;
+    uint64_t arrival; /* at the router */
     bool queued, failed, over;
+    bool aside; /* queued, but in no line: the next choice waits for what another has to tell */
     bd_status status;
     uint32_t retry_after_s;
     uint64_t first_token_us, generated_tokens;
@@ -81,7 +84,8 @@ struct bd_job {
     const bd_prompt *prompts;                  /* alive until done() */
     uint32_t prompt_count, choices_per_prompt; /* both >= 1; the product is what was reserved */
     /* Template, its arrays alive until done(). The router fills prompt, lease, tenant, sink and
-     * sampling.choice = choice number; one seed serves all choices. */
+     * sampling.choice = choice number; one seed serves all choices. prompt_logprobs are asked of
+     * the first choice of each prompt; the others begin when it has told them. */
     bd_sequence_options params;
     const bd_job_sink *sink;
     void *sink_ctx;
