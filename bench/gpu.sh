@@ -11,7 +11,8 @@
 #   choices        6     every choice of kernel for the linears of Llama-3.1-8B, beside what is chosen now and cuBLASLt
 #   linear         5     the linears as they are chosen, all shapes and rows
 #   model          4     whole steps of a model of 8B size, bf16 and fp16
-#   serving        4     a server over the demo models: time to first token, between tokens, of a cold variant
+#   serving        6     a server over the demo's models and over files of the 8B shape: time to first token and between tokens, of the base
+#                        and of variants in turn, and of a cold variant
 #   goldens        3     the goldens of transformers, bf16 and fp16
 #   attention      3     attention beside PyTorch's
 #   torch          3     the base in PyTorch (transformers, torch.compile) beside whole steps of ours, bf16
@@ -153,9 +154,16 @@ steps() {
         if ($12 > 0) printf " nccl %s sums %.1f%%", $11, 100 * $13
         print "" }' "$out/$1" | cut -c1-110 | head -n 72)
 }
-stage_serving() {
-    keep serving.txt 240 python3 bench/gpu_serving.py "$build/bitdelta"
-    while read -r line; do say "    $line"; done < <(grep -av '^#' "$out/serving.txt" | cut -c1-160 | tail -n 24)
+stage_serving() { # 26 GB on a disk, of which $TMPDIR says where
+    local disk
+    find_nccl
+    keep serving.txt 120 env ROUNDS=3 python3 bench/gpu_serving.py "$build/bitdelta"
+    disk=$(mktemp -d)
+    keep serving.8b.txt 60 "$build/bench_gpu_split" 8b 32 files "$disk" --deltas 10
+    cp demo/zen-mini/tokenizer*.json demo/zen-mini/generation_config.json "$disk/base/"
+    keep serving.8b.txt 240 python3 bench/gpu_serving.py "$build/bitdelta" "$disk/base" "$disk/deltas"
+    rm -rf "$disk"
+    while read -r line; do say "    $line"; done < <(grep -ahv '^#' "$out/serving.txt" "$out/serving.8b.txt" | cut -c1-200 | tail -n 48)
 }
 stage_goldens() {
     local dtype

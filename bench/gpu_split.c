@@ -24,6 +24,8 @@
  * as many blocks in flight; in changing order. hot,...: see hot_lab.h. Exit status 77: fewer than
  * two GPUs. */
 #include <cuda_runtime_api.h>
+#include <errno.h>
+#include <sys/stat.h>
 
 #include "backend/cuda/cuda_internal.h"
 #include "bitdelta/hf/checkpoint.h"
@@ -631,6 +633,20 @@ static void run(bench *b) {
     if (b->float32) free(exact.logits);
 }
 
+/* DIR/base and DIR/deltas/variant-N, to stay: for a server. */
+static int files_alone(bench *b, const char *dir) {
+    char deltas[1100];
+    snprintf(b->base, sizeof b->base, "%s/base", dir);
+    snprintf(deltas, sizeof deltas, "%s/deltas", dir);
+    if (mkdir(deltas, 0777) != 0) die(deltas, strerror(errno));
+    for (uint32_t i = 0; i < b->delta_count; i++)
+        snprintf(b->dirs[i], sizeof b->dirs[i], "%s/deltas/variant-%u", dir, i);
+    make_files(b);
+    for (uint32_t i = 0; i < b->delta_count; i++)
+        bd_delta_close(&b->deltas[i]);
+    return 0;
+}
+
 int main(int argc, char **argv) {
     static bench b = {.delta_count = 6, .rounds = 5, .hot_rounds = 5};
     int devices = 0;
@@ -643,8 +659,9 @@ int main(int argc, char **argv) {
                        option("--cached", 1, argc, argv, &b.cached);
     setvbuf(stdout, NULL, _IOLBF, 0); /* a run that is stopped has said what it knows */
     if (!right || b.delta_count < VARIANTS) {
-        fprintf(stderr, "usage: bench_gpu_split 8b|70b|small LAYERS cuda|cpu DIR [--deltas N] "
-                        "[--rounds N] [--hot N] [--float32 1] [--loads 1] [--cached 1]\n");
+        fprintf(stderr,
+                "usage: bench_gpu_split 8b|70b|small LAYERS cuda|cpu|files DIR [--deltas N] "
+                "[--rounds N] [--hot N] [--float32 1] [--loads 1] [--cached 1]\n");
         return 2;
     }
     b.cuda = strcmp(argv[3], "cuda") == 0;
@@ -652,6 +669,7 @@ int main(int argc, char **argv) {
         fprintf(stderr, "skipped: fewer than two GPUs\n");
         return 77;
     }
+    if (strcmp(argv[3], "files") == 0) return files_alone(&b, argv[4]);
     snprintf(b.base, sizeof b.base, "%s/bd-split-base", argv[4]);
     for (uint32_t i = 0; i < b.delta_count; i++)
         snprintf(b.dirs[i], sizeof b.dirs[i], "%s/bd-split-delta-%u", argv[4], i);
