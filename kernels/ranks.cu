@@ -214,11 +214,11 @@ template <typename T, typename E> __global__ void __launch_bounds__(THREADS) sum
     turn_end(r, t);
 }
 
-__global__ void __launch_bounds__(256) join_logits_kernel(float *whole, const float *parts, int rows, int each, int total) {
+__global__ void __launch_bounds__(256) join_logits_kernel(float *whole, const float *parts, int rows, int each, int total, int width) {
     const int i = blockIdx.x * 256 + threadIdx.x, row = blockIdx.y;
     if (i >= total) return;
     const int rank = i / each;
-    whole[(size_t)row * total + i] = parts[((size_t)rank * rows + row) * each + i % each];
+    whole[(size_t)row * width + i] = parts[((size_t)rank * rows + row) * each + i % each];
 }
 
 dim3 grid_for(const k_ranks *ranks, uint32_t lines) {
@@ -268,8 +268,8 @@ extern "C" cudaError_t k_ranks_norm(const k_ranks *ranks, const k_norm_args *a, 
     return cudaLaunchKernelEx(&c, kernel, *ranks, *a);
 }
 
-extern "C" cudaError_t k_join_logits(float *whole, const float *parts, int rows, int each, int total, cudaStream_t stream) {
+extern "C" cudaError_t k_join_logits(float *whole, const float *parts, int rows, int each, int total, int width, cudaStream_t stream) {
     if (!rows) return cudaSuccess;
-    join_logits_kernel<<<dim3((unsigned)(total + 255) / 256, (unsigned)rows), 256, 0, stream>>>(whole, parts, rows, each, total);
+    join_logits_kernel<<<dim3((unsigned)(total + 255) / 256, (unsigned)rows), 256, 0, stream>>>(whole, parts, rows, each, total, width);
     return cudaGetLastError();
 }

@@ -35,8 +35,8 @@ cudaError_t k_ranks_gather(const k_ranks *ranks, const void *send, void *receive
 /* k_norm_residual with add, of the sum of all ranks' proj. */
 bool k_ranks_norm_takes(const k_ranks *ranks, int rows, int width, bool proj_half);
 cudaError_t k_ranks_norm(const k_ranks *ranks, const k_norm_args *args, cudaStream_t stream);
-/* whole[row][r * each + i] = parts[r][row][i]; whole: [rows, total] */
-cudaError_t k_join_logits(float *whole, const float *parts, int rows, int each, int total, cudaStream_t stream);
+/* whole[row][r * each + i] = parts[r][row][i]; whole: [rows, width], of which the first `total` columns are written */
+cudaError_t k_join_logits(float *whole, const float *parts, int rows, int each, int total, int width, cudaStream_t stream);
 
 #ifdef __cplusplus
 }

@@ -119,8 +119,11 @@ static bd_status put_rows(bd_overlay_feed *feed, const bd_overlay_piece *piece, 
                        (unsigned long long)(piece->first_row + first + i / piece->row_bytes),
                        piece->tensor);
     }
-    return feed->model->ops->rows_put(
+    const bd_status s = feed->model->ops->rows_put(
         feed->model->backend, dst, (piece->first_row + first) * piece->row_bytes, data, bytes, err);
+    if (s == BD_E_UNSUPPORTED && err) /* the backend knows places, not names */
+        return bd_fail(err, s, piece->tensor, "%s: %s", piece->tensor, err->message);
+    return s;
 }
 
 static bd_status put_units(bd_overlay_feed *feed, const bd_overlay_piece *piece, uint64_t first,

@@ -131,8 +131,9 @@ typedef struct bd_backend_ops {
      * overlap. */
     bd_status (*plane_part_put)(bd_backend *backend, void *dst, uint32_t n, uint32_t k,
                                 const bd_plane_part *part, bd_error *err);
-    /* Optional: bytes of bf16 rows (bd_overlay_rows) as they are to dst + offset. NULL: this
-     * backend takes neither matrices in full nor added vocabulary. */
+    /* Optional: bytes of bf16 rows (bd_overlay_rows) to dst + offset, as they are or as fp16 where
+     * the backend computes in it; BD_E_UNSUPPORTED: one does not fit there. NULL: this backend
+     * takes neither matrices in full nor added vocabulary. */
     bd_status (*rows_put)(bd_backend *backend, void *dst, uint64_t offset, const void *src,
                           uint64_t bytes, bd_error *err);
     /* count float32 values (already converted) to dst + 4 * first. */

@@ -52,6 +52,7 @@ const bd_backend_ops *bd_backend_cuda_ops(void) {
                                        .plane_bytes = cuda_plane_bytes,
                                        .plane_put = cuda_plane_put,
                                        .plane_part_put = cuda_plane_part_put,
+                                       .rows_put = cuda_rows_put,
                                        .vector_put = cuda_vector_put,
                                        .put_flush = cuda_put_flush,
                                        .bring = cuda_bring,

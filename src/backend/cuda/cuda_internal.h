@@ -108,6 +108,16 @@ typedef struct cuda_attention_step {
     int32_t decode_items_max, tile_count;
 } cuda_attention_step;
 
+/* Of a step with variants that keep rows of the vocabulary whole; such a step is never replayed. */
+typedef struct cuda_whole {
+    bool any;
+    bool covers; /* all logits rows have heads in full: the base's is not needed */
+    const uint16_t *const *embed_from; /* [rows] NULL: what k_embed makes of the row */
+    const k_tile *tiles;               /* of logits rows, of one variant after the other */
+    const int32_t *no_overlay;         /* [logits rows] of -1 */
+    const int32_t *logits_overlay;     /* on the host */
+} cuda_whole;
+
 #define CUDA_GRAPH_BUCKETS  7u /* 1, 2, 4 .. 64 rows */
 #define CUDA_GRAPH_ROWS_MAX 64u
 #define CUDA_GRAPH_VARIANTS 16u
@@ -149,6 +159,8 @@ typedef struct bd_cuda {
     uint8_t *weights, *workspace, *kv, *deltas; /* arenas */
     size_t kv_layer_elements;
     uint32_t vocab_total;   /* rows of the vocabulary of all ranks */
+    uint32_t logits_width;  /* of a row of `logits`: those and room for added ones */
+    uint32_t head_stride;   /* of a row that the head makes: logits_width, or of logits_part */
     const k_ranks *ranks;   /* the ranks' own kernels; NULL: not to be used */
     uint32_t own_bytes;     /* most that they sum; the rest is the comm's */
     bool proj_partial;      /* proj is this rank's part of a sum */
@@ -166,6 +178,7 @@ typedef struct bd_cuda {
     cuda_staging base_staging, delta_staging;
     cuda_uploads uploads;
     cuda_step step;
+    cuda_whole whole;
     cuda_fast fast;
     cuda_fast_step fast_step;
     cuda_attention attention;
@@ -205,6 +218,8 @@ bd_status cuda_plane_put(bd_backend *backend, void *dst, uint32_t n, uint32_t k,
                          bd_error *err);
 bd_status cuda_plane_part_put(bd_backend *backend, void *dst, uint32_t n, uint32_t k,
                               const bd_plane_part *part, bd_error *err);
+bd_status cuda_rows_put(bd_backend *backend, void *dst, uint64_t offset, const void *src,
+                        uint64_t bytes, bd_error *err);
 bd_status cuda_vector_put(bd_backend *backend, void *dst, uint64_t first, const float *src,
                           uint64_t count, bd_error *err);
 bd_status cuda_put_flush(bd_backend *backend, bd_error *err);
@@ -242,6 +257,14 @@ bd_status cuda_logits_get(bd_backend *backend, uint32_t index, float *out, bd_er
 bd_status cuda_tables_fill(bd_cuda *cuda, const bd_step *step, bool fixed, bd_error *err);
 /* Window of a row's variant, 0: none. */
 uint32_t cuda_row_window(const bd_cuda *cuda, const bd_step *step, uint32_t row);
+
+/* whole.c: rows of the vocabulary that variants keep whole. */
+bool cuda_step_has_whole(const bd_step *step);
+/* Tables for the two below. false: they do not fit. */
+bool cuda_whole_fill(bd_cuda *cuda, const bd_step *step);
+bd_status cuda_whole_embed(bd_cuda *cuda, const bd_step *step, bd_error *err);
+/* Over the base's logits, in `head` (the rank's part), and those of added rows behind them. */
+bd_status cuda_whole_head(bd_cuda *cuda, const bd_step *step, float *head, bd_error *err);
 
 /* graphs.c: recordings of whole decode steps. */
 uint32_t cuda_recordings(const bd_backend_options *options); /* how many will be made */

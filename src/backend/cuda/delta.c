@@ -3,6 +3,7 @@
  * the executor but the (read-only) device pointers. */
 #include <string.h>
 
+#include "bitdelta/base/half.h"
 #include "cuda_internal.h"
 #include "upload.h"
 
@@ -250,6 +251,52 @@ bd_status cuda_plane_part_put(bd_backend *backend, void *dst, uint32_t n, uint32
                               const bd_plane_part *part, bd_error *err) {
     BD_ASSERT(part->first_row + part->row_count <= n && part->first_col + part->col_count <= k);
     return put_part(cuda_of(backend), dst, k, part, err);
+}
+
+/* bf16 values as fp16; false: one is beyond its range. */
+static bool halves_of(uint16_t *to, const uint8_t *from, uint64_t bytes) {
+    bool fits = true;
+    for (uint64_t i = 0; i < bytes / 2; i++) {
+        uint16_t value;
+        memcpy(&value, from + 2 * i, 2);
+        to[i] = bd_f32_to_f16(bd_bf16_to_f32(value));
+        fits &= (to[i] & 0x7c00u) != 0x7c00u;
+    }
+    return fits;
+}
+
+/* Some of the bytes, as many as the staging holds. */
+static bd_status put_some(bd_cuda *cuda, uint8_t *dst, const uint8_t *src, uint64_t bytes,
+                          bd_error *err) {
+    stage st;
+    bd_status s = stage_take(cuda, bytes, &st, err);
+    if (s != BD_OK) return s;
+    if (!cuda->fp16)
+        memcpy(st.host, src, bytes);
+    else if (!halves_of((uint16_t *)(void *)st.host, src, bytes))
+        return bd_fail(err, BD_E_UNSUPPORTED, "dtype",
+                       "it has a value that fp16 cannot hold (beyond 65504); use --dtype bf16");
+    s = stage_send(cuda, &st, bytes, err);
+    TRY(k_put_bytes(dst, st.device, bytes, cuda->uploads.kernels), "upload of a delta");
+    TRY(cudaEventRecord(st.done, cuda->uploads.kernels), "upload of a delta");
+    return s;
+}
+
+bd_status cuda_rows_put(bd_backend *backend, void *dst, uint64_t offset, const void *src,
+                        uint64_t bytes, bd_error *err) {
+    bd_cuda *cuda = cuda_of(backend);
+    uint8_t *to = (uint8_t *)dst + offset;
+    bd_status s = cuda_check(cuda, cudaSetDevice(cuda->device), "device", err);
+    const uint8_t *from = cuda->fp16 ? NULL : window_at(cuda, src, bytes);
+    if (from) {
+        TRY(k_put_bytes(to, from, bytes, cuda->uploads.kernels), "upload of a delta");
+        return s;
+    }
+    for (uint64_t i = 0; s == BD_OK && i < bytes; i += CUDA_STAGING_BYTES) {
+        const uint64_t left = bytes - i, n = left < CUDA_STAGING_BYTES ? left : CUDA_STAGING_BYTES;
+        s = put_some(cuda, to + i, (const uint8_t *)src + i, n, err);
+    }
+    return s;
 }
 
 bd_status cuda_vector_put(bd_backend *backend, void *dst, uint64_t first, const float *src,

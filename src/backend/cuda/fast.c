@@ -353,7 +353,7 @@ bd_status cuda_fast_head_run(bd_cuda *cuda, float *logits, bd_error *err) {
                               .x = fast->head.x[boxes[t]],
                               .y = fast->head.x[X_BOX_32], /* none; a map that can be fetched */
                               .wide = logits,
-                              .wide_stride = (int32_t)bd_vocab_each(&cuda->options),
+                              .wide_stride = (int32_t)cuda->head_stride,
                               .tiles = d->head_tiles[t],
                               .tile_count = (int32_t)d->head_tile_count[t],
                               .n = (int32_t)cuda->shape.vocab,

@@ -35,9 +35,10 @@ bd_status cuda_supports(const bd_backend_options *options, bd_error *err) {
         return bd_fail(err, BD_E_UNSUPPORTED, "tensor_parallel",
                        "rank %u of %u: the CUDA backend takes 1 to %u ranks", options->rank,
                        options->rank_count, BD_COMM_RANKS_MAX);
-    if (options->extra_vocab_max > 0)
+    if (options->extra_vocab_max > BD_EXTRA_VOCAB_MAX)
         return bd_fail(err, BD_E_UNSUPPORTED, "extra_vocab_max",
-                       "the CUDA backend has no room for added vocabulary");
+                       "the CUDA backend has room for %u added rows of vocabulary, not %u",
+                       BD_EXTRA_VOCAB_MAX, options->extra_vocab_max);
     if (config->head_dim > 256 || config->head_dim % 2)
         return bd_fail(err, BD_E_UNSUPPORTED, "head_dim",
                        "the CUDA backend takes an even head_dim up to 256, not %u",
@@ -121,14 +122,19 @@ static void workspace_carve(bd_cuda *cuda, const cuda_shape *shape, const bd_bac
 #undef CARVE
 }
 
+/* Added rows in eights, so that rows of logits stay on the bounds that the base's have. */
+static uint32_t logits_width(const bd_backend_options *o) {
+    return bd_vocab_total(o) + (o->extra_vocab_max + 7u) / 8u * 8u;
+}
+
 static void logits_carve(bd_cuda *cuda, const bd_backend_options *o, carve_fn carve, void *ctx) {
     void *unused;
-    const size_t rows = o->logits_rows_max, total = bd_vocab_total(o), each = bd_vocab_each(o);
-    carve(ctx, cuda ? (void **)&cuda->logits : &unused, rows * total * 4);
+    const size_t rows = o->logits_rows_max, width = logits_width(o), each = bd_vocab_each(o);
+    carve(ctx, cuda ? (void **)&cuda->logits : &unused, rows * width * 4);
     /* The sampling's, and before it what the ranks gather, of which the last has columns to spare.
      */
     carve(ctx, cuda ? (void **)&cuda->scratch : &unused,
-          (size_t)CUDA_SAMPLE_ROWS * (total + BD_COMM_RANKS_MAX) * 4);
+          (size_t)CUDA_SAMPLE_ROWS * (width + BD_COMM_RANKS_MAX) * 4);
     if (o->rank_count > 1)
         carve(ctx, cuda ? (void **)&cuda->logits_part : &unused, rows * each * 4);
 }
@@ -275,6 +281,8 @@ bd_status cuda_open(const bd_backend_options *options, bd_backend **out, bd_erro
     cuda_shape_from(options->config, &cuda->shape);
     cuda->kv_layer_elements = kv_layer_elements(options, &cuda->shape);
     cuda->vocab_total = bd_vocab_total(options);
+    cuda->logits_width = logits_width(options);
+    cuda->head_stride = options->comm ? bd_vocab_each(options) : cuda->logits_width;
     const uint32_t layers = cuda->shape.layers;
     cuda->linears = calloc(layers, sizeof *cuda->linears);
     cuda->biases = calloc(layers, sizeof *cuda->biases);

@@ -25,7 +25,8 @@ bd_status cuda_embed(bd_backend *backend, const bd_step *step, bd_error *err) {
                                .vocab = (int32_t)cuda->shape.vocab,
                                .scale = cuda->config->embed_scale,
                                .fp16 = cuda->fp16};
-    const bd_status s = cuda_check(cuda, k_embed(&args, cuda->stream), "embedding", err);
+    bd_status s = cuda_check(cuda, k_embed(&args, cuda->stream), "embedding", err);
+    if (s == BD_OK) s = cuda_whole_embed(cuda, step, err);
     if (s != BD_OK || !cuda->options.comm) return s;
     const uint64_t count = (uint64_t)step->row_count * cuda->shape.hidden;
     return cuda_ranks_sum(cuda, cuda->residual, count, BD_COMM_F32, err);
@@ -152,18 +153,12 @@ bd_status cuda_linear(bd_backend *backend, const bd_step *step, uint32_t layer, 
     return group == BD_GROUP_GATE_UP ? activate(cuda, step, fast, err) : BD_OK;
 }
 
-bd_status cuda_head(bd_backend *backend, const bd_step *step, bd_error *err) {
-    bd_cuda *cuda = cuda_of(backend);
-    if (cuda->replay) return BD_OK;
+/* Of the base's table and the signs. */
+static bd_status table_head(bd_cuda *cuda, float *logits, bd_error *err) {
     const cuda_step *d = &cuda->step;
     const uint32_t hidden = cuda->shape.hidden, vocab = cuda->shape.vocab;
-    float *logits = cuda->options.comm ? cuda->logits_part : cuda->logits;
-    bd_status s =
-        cuda_check(cuda,
-                   k_gather_rows(cuda->head_in, cuda->normed, d->logits_rows,
-                                 (int32_t)step->logits_row_count, (int32_t)hidden, cuda->stream),
-                   "head", err);
-    if (s == BD_OK && cuda->fast_step.head_tiles[0]) return cuda_fast_head_run(cuda, logits, err);
+    bd_status s = BD_OK;
+    if (cuda->fast_step.head_tiles[0]) return cuda_fast_head_run(cuda, logits, err);
     for (uint32_t b = 0; s == BD_OK && b < d->block_count; b++) {
         const uint32_t first = b * d->block_rows,
                        n = vocab - first < d->block_rows ? vocab - first : d->block_rows;
@@ -180,7 +175,7 @@ bd_status cuda_head(bd_backend *backend, const bd_step *step, bd_error *err) {
             .tile_rows_max = (int32_t)d->logits_tile_rows_max,
             .n = (int32_t)n,
             .k = (int32_t)hidden,
-            .y_stride = (int32_t)bd_vocab_each(&cuda->options),
+            .y_stride = (int32_t)cuda->head_stride,
             .planes_max = (int32_t)d->planes_max,
             .fp16 = cuda->fp16};
         s = cuda_check(cuda, k_linear_plain(&args, cuda->stream), "head", err);
@@ -188,11 +183,24 @@ bd_status cuda_head(bd_backend *backend, const bd_step *step, bd_error *err) {
     return s;
 }
 
+bd_status cuda_head(bd_backend *backend, const bd_step *step, bd_error *err) {
+    bd_cuda *cuda = cuda_of(backend);
+    if (cuda->replay) return BD_OK;
+    float *logits = cuda->options.comm ? cuda->logits_part : cuda->logits;
+    bd_status s = cuda_check(cuda,
+                             k_gather_rows(cuda->head_in, cuda->normed, cuda->step.logits_rows,
+                                           (int32_t)step->logits_row_count,
+                                           (int32_t)cuda->shape.hidden, cuda->stream),
+                             "head", err);
+    if (s == BD_OK && !cuda->whole.covers) s = table_head(cuda, logits, err);
+    return s == BD_OK ? cuda_whole_head(cuda, step, logits, err) : s;
+}
+
 bd_status cuda_sample(bd_backend *backend, const bd_step *step, bd_error *err) {
     bd_cuda *cuda = cuda_of(backend);
     if (cuda->replay)
         return cuda_check(cuda, cudaGraphLaunch(cuda->replay->exec, cuda->stream), "step", err);
-    const uint32_t vocab = cuda->vocab_total;
+    const uint32_t width = cuda->logits_width;
     for (uint32_t row = 0; row < step->logits_row_count; row += CUDA_SAMPLE_ROWS) {
         const uint32_t count = step->logits_row_count - row < CUDA_SAMPLE_ROWS
                                    ? step->logits_row_count - row
@@ -201,9 +209,9 @@ bd_status cuda_sample(bd_backend *backend, const bd_step *step, bd_error *err) {
         bd_status s = cuda->options.comm ? cuda_ranks_logits(cuda, row, count, err) : BD_OK;
         if (s != BD_OK) return s;
         const cudaError_t error =
-            k_sample(cuda->logits + (size_t)row * vocab, cuda->scratch,
+            k_sample(cuda->logits + (size_t)row * width, cuda->scratch,
                      cuda->step.sample_rows + row, cuda->step.edits, cuda->results + row,
-                     (int32_t)count, (int32_t)vocab, cuda->config->logit_softcap, cuda->stream);
+                     (int32_t)count, (int32_t)width, cuda->config->logit_softcap, cuda->stream);
         s = cuda_check(cuda, error, "sampling", err);
         if (s != BD_OK) return s;
     }

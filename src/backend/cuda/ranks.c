@@ -36,14 +36,15 @@ bd_status cuda_ranks_norm(bd_cuda *cuda, k_norm_args *args, bool *done, bd_error
 
 bd_status cuda_ranks_logits(bd_cuda *cuda, uint32_t row, uint32_t rows, bd_error *err) {
     bd_comm *comm = cuda->options.comm;
-    const uint32_t each = bd_vocab_each(&cuda->options), total = cuda->vocab_total;
+    const uint32_t each = bd_vocab_each(&cuda->options), width = cuda->logits_width;
     const float *part = cuda->logits_part + (size_t)row * each;
     const bd_status s = comm->ops->all_gather(comm, part, cuda->scratch, (uint64_t)rows * each * 4,
                                               cuda->stream, err);
     if (s != BD_OK) return s;
     return cuda_check(cuda,
-                      k_join_logits(cuda->logits + (size_t)row * total, cuda->scratch,
-                                    (int32_t)rows, (int32_t)each, (int32_t)total, cuda->stream),
+                      k_join_logits(cuda->logits + (size_t)row * width, cuda->scratch,
+                                    (int32_t)rows, (int32_t)each, (int32_t)cuda->vocab_total,
+                                    (int32_t)width, cuda->stream),
                       "logits", err);
 }
 

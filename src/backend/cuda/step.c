@@ -30,6 +30,7 @@ size_t cuda_upload_bytes(const bd_backend_options *o, const cuda_shape *shape) {
     bytes += (size_t)CUDA_EDITS_MAX * sizeof(k_edit);
     bytes += ((size_t)o->rows_max / K_ATTENTION_ROWS + o->seqs_max) * sizeof(k_attention_tile);
     bytes += (size_t)o->seqs_max * K_ATTENTION_SPLITS * sizeof(k_attention_item);
+    bytes += o->rows_max * sizeof(void *) + o->logits_rows_max * (sizeof(k_tile) + 4); /* whole.c */
     bytes += CUDA_OVERLAYS_MAX * (items * sizeof(k_overlay_linear) +
                                   (shape->layers + 1u) * BD_NORM_COUNT * sizeof(void *));
     return bytes + 64 * 256;
@@ -135,20 +136,25 @@ static bool blocks_fill(bd_cuda *cuda, const bd_step *step) {
     return true;
 }
 
+/* Ids of a row, of the base's vocabulary and what its variant adds; the others are -inf. */
+static uint32_t row_vocab(const bd_cuda *cuda, const bd_overlay *overlay) {
+    const uint32_t most = cuda->vocab_total + (overlay ? overlay->extra_rows : 0);
+    return overlay && overlay->vocab < most ? overlay->vocab : most;
+}
+
 static void sample_row_fill(k_sample_row *out, const bd_cuda *cuda, const bd_step *step,
                             const bd_logits_row *row, const bd_overlay *overlay) {
     const bd_seq *seq = &step->seqs[row->seq];
     const bd_sampling *p = &seq->sampling;
-    *out = (k_sample_row){
-        .target = row->target,
-        .top_count = row->top_count,
-        .vocab = (int32_t)(overlay && overlay->vocab < cuda->vocab_total ? overlay->vocab
-                                                                         : cuda->vocab_total),
-        .top_k = p->top_k,
-        .temperature = p->temperature,
-        .top_p = p->top_p,
-        .min_p = p->min_p,
-        .uniform = (float)bd_rng_uniform(p->seed, p->choice, step->positions[row->row])};
+    *out = (k_sample_row){.target = row->target,
+                          .top_count = row->top_count,
+                          .vocab = (int32_t)row_vocab(cuda, overlay),
+                          .top_k = p->top_k,
+                          .temperature = p->temperature,
+                          .top_p = p->top_p,
+                          .min_p = p->min_p,
+                          .uniform =
+                              (float)bd_rng_uniform(p->seed, p->choice, step->positions[row->row])};
     if (out->uniform >= 1.0f)
         out->uniform = 0x1.fffffep-1f; /* rounding to float32 must stay below one */
 }
@@ -265,7 +271,8 @@ bd_status cuda_tables_fill(bd_cuda *cuda, const bd_step *step, bool fixed, bd_er
     cuda->qkv_half = cuda->proj_half = cuda->proj_partial = false;
     if (rows_fill(cuda, step, fixed) && seqs_fill(cuda, step) && logits_fill(cuda, step, fixed) &&
         overlays_fill(cuda, step) && cuda_fast_step_fill(cuda, step) &&
-        cuda_attention_fill(cuda, step, fixed) && blocks_fill(cuda, step))
+        cuda_attention_fill(cuda, step, fixed) && cuda_whole_fill(cuda, step) &&
+        blocks_fill(cuda, step))
         return BD_OK;
     return bd_fail(err, BD_E_LIMIT, "step", "its tables exceed %zu bytes", cuda->upload.cap_bytes);
 }
@@ -338,15 +345,19 @@ bd_status cuda_step_wait(bd_backend *backend, const bd_step *step, uint64_t dead
 
 bd_status cuda_logits_get(bd_backend *backend, uint32_t index, float *out, bd_error *err) {
     bd_cuda *cuda = cuda_of(backend);
-    const size_t vocab = cuda->shape.vocab, width = bd_logits_width(&cuda->options);
-    const float *row = cuda->logits + index * (size_t)cuda->vocab_total;
+    const size_t vocab = cuda->shape.vocab, each = bd_vocab_each(&cuda->options);
+    const float *row = cuda->logits + index * (size_t)cuda->logits_width;
     bd_status s = cuda_check(cuda, cudaSetDevice(cuda->device), "device", err);
     if (s == BD_OK)
         s = cuda_check(
             cuda,
             cudaMemcpy(out, row + cuda->options.vocab_first, vocab * 4, cudaMemcpyDeviceToHost),
             "logits", err);
-    for (size_t i = vocab; i < width; i++)
+    for (size_t i = vocab; i < each; i++)
         out[i] = -INFINITY; /* a last rank has fewer */
-    return s;
+    if (s != BD_OK || !cuda->options.extra_vocab_max) return s;
+    return cuda_check(cuda,
+                      cudaMemcpy(out + each, row + cuda->vocab_total,
+                                 cuda->options.extra_vocab_max * 4u, cudaMemcpyDeviceToHost),
+                      "logits", err);
 }
