@@ -1,10 +1,13 @@
 /* main.c - the subcommands: options in, exit status out. The only file that ends the process.
  * Exit status: 0 done, 1 the input or environment is at fault, 2 wrong usage, 3 an internal fault;
  * a tool that a signal stopped dies of it, after removing what it had begun. */
+#include <errno.h>
+#include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "bitdelta/base/log.h"
 #include "bitdelta/config/options.h"
@@ -217,7 +220,16 @@ static int run(const bd_invocation *invocation, bd_error *err) {
     return exit_of(bd_fail(err, BD_E_INTERNAL, "command", "no such command"));
 }
 
+/* Where a standard stream is closed, the next file or connection would get its number and with it
+ * the log's lines. What takes the place fails every read or write, as the closed one did. */
+static void hold_standard_streams(void) {
+    for (int fd = STDIN_FILENO; fd <= STDERR_FILENO; fd++)
+        if (fcntl(fd, F_GETFD) < 0 && errno == EBADF)
+            (void)open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY); /* the lowest: fd */
+}
+
 int main(int argc, char **argv) {
+    hold_standard_streams();
     /* A limit on the size of files (ulimit -f) fails the write, which names the file; it ends no
      * server because its log has grown. */
     signal(SIGXFSZ, SIG_IGN);

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import requests
@@ -338,6 +339,21 @@ def test_no_secrets_in_the_log(launch):
     text = "\n".join(server.lines)
     for secret in ("sk-very-secret", "sk-wrong-one", "admin-secret", "private words"):
         assert secret not in text
+
+
+def test_no_connection_takes_a_closed_streams_place():
+    """With standard error closed, its number must not be a socket's: the log would be written into it. Nor does a tool think its output written."""
+    closed = {"cwd": ROOT, "preexec_fn": lambda: [os.close(fd) for fd in (0, 1, 2)]}
+    process = subprocess.Popen([BINARY, "serve", "--base", "demo/zen-mini", "--backend", "cpu", "--listen", "127.0.0.1:0", "--admin", "none"], **closed)
+    try:
+        fds = Path(f"/proc/{process.pid}/fd")
+        eventually(lambda: any("socket:" in os.path.realpath(fd) for fd in fds.iterdir()), what="a listening socket")
+        assert [os.readlink(fds / str(fd)) for fd in (0, 1, 2)] == ["/dev/null"] * 3
+    finally:
+        process.kill()
+        process.wait()
+    said = subprocess.Popen([BINARY, "generate", "--base", "demo/zen-mini", "--backend", "cpu", "--prompt", "a", "--max-tokens", "1"], **closed)
+    assert said.wait(timeout=60) == 1
 
 
 def test_the_shipped_configuration_starts(tmp_path):
