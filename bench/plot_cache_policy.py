@@ -1,10 +1,11 @@
 """Draws the CSV of bench/cache_policy: hit rate over slots, one panel per trace and number of variants.
 
-    python3 bench/plot_cache_policy.py cache_policy.csv cache_policy.png
+    python3 bench/plot_cache_policy.py cache_policy.csv[.xz] cache_policy.png
 Needs matplotlib (and Pillow, which comes with it). With several seeds the mean is drawn.
 """
 
 import csv
+import lzma
 import sys
 from collections import defaultdict
 
@@ -26,7 +27,8 @@ STYLES = {
 def read(path):
     """{(trace, variants): {slots: {policy: [hit rates]}}}, traces in file order"""
     panels = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
-    with open(path, newline="") as file:
+    opened = lzma.open if path.endswith(".xz") else open
+    with opened(path, "rt", newline="") as file:
         for row in csv.DictReader(file):
             point = panels[row["trace"], int(row["variants"])][int(row["slots"])]
             for policy in STYLES:
