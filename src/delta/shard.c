@@ -9,6 +9,7 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#define XXH_STATIC_LINKING_ONLY /* the state's size; it is of an interface that is stable */
 #include <xxhash.h>
 #ifdef BD_XXH_DISPATCH
 #include <xxh_x86dispatch.h> /* the same functions under the same names */
@@ -257,17 +258,63 @@ static bd_status bad_chunk(const bd_delta *d, uint32_t index, uint32_t chunk, bd
                    f->name, chunk, (unsigned long long)first, (unsigned long long)(end - 1));
 }
 
-bd_status bd_delta_check_chunk(const bd_delta *delta, uint32_t file_index, uint32_t chunk,
-                               const void *data, size_t bytes, bd_error *err) {
+static uint64_t chunk_length(const bd_delta *delta, uint32_t file_index, uint32_t chunk) {
     BD_ASSERT(file_index < delta->shard_count);
     const bd_delta_file *f = &delta->files[file_index];
     BD_ASSERT(chunk < f->chunk_count);
     const uint64_t rest = f->bytes - (uint64_t)chunk * f->chunk_bytes;
-    const uint64_t expected = rest < f->chunk_bytes ? rest : f->chunk_bytes;
+    return rest < f->chunk_bytes ? rest : f->chunk_bytes;
+}
+
+bd_status bd_delta_check_chunk(const bd_delta *delta, uint32_t file_index, uint32_t chunk,
+                               const void *data, size_t bytes, bd_error *err) {
+    const uint64_t expected = chunk_length(delta, file_index, chunk);
+    const bd_delta_file *f = &delta->files[file_index];
     if (bytes != expected || XXH3_64bits(data, bytes) != f->chunk_xxh3[chunk]) {
         return bad_chunk(delta, file_index, chunk, err);
     }
     return BD_OK;
+}
+
+_Static_assert(sizeof(XXH3_state_t) <= sizeof(((bd_chunk_sum *)0)->state) &&
+                   _Alignof(XXH3_state_t) <= 64,
+               "bd_chunk_sum holds xxHash's state");
+
+static XXH3_state_t *state_of(bd_chunk_sum *sum) {
+    return (XXH3_state_t *)(void *)sum->state;
+}
+
+void bd_chunk_sum_begin(bd_chunk_sum *sum, const bd_delta *delta, uint32_t file_index,
+                        uint32_t chunk) {
+    sum->delta = delta;
+    sum->file_index = file_index;
+    sum->chunk = chunk;
+    sum->left_bytes = chunk_length(delta, file_index, chunk);
+    XXH3_64bits_reset(state_of(sum));
+}
+
+static bd_status end_chunk(bd_chunk_sum *sum, bd_error *err) {
+    const bd_delta_file *f = &sum->delta->files[sum->file_index];
+    if (XXH3_64bits_digest(state_of(sum)) != f->chunk_xxh3[sum->chunk])
+        return bad_chunk(sum->delta, sum->file_index, sum->chunk, err);
+    if (sum->chunk + 1 < f->chunk_count)
+        bd_chunk_sum_begin(sum, sum->delta, sum->file_index, sum->chunk + 1);
+    return BD_OK;
+}
+
+bd_status bd_chunk_sum_add(bd_chunk_sum *sum, const void *data, size_t bytes, bd_error *err) {
+    const uint8_t *at = data;
+    bd_status status = BD_OK;
+    while (bytes > 0 && status == BD_OK) {
+        BD_ASSERT(sum->left_bytes > 0); /* else the file is over */
+        const size_t part = bytes < sum->left_bytes ? bytes : (size_t)sum->left_bytes;
+        XXH3_64bits_update(state_of(sum), at, part);
+        sum->left_bytes -= part;
+        at += part;
+        bytes -= part;
+        if (sum->left_bytes == 0) status = end_chunk(sum, err);
+    }
+    return status;
 }
 
 /* Reads a whole file once and feeds both hashes. chunk_done is called at the end of every chunk. */

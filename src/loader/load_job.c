@@ -218,6 +218,10 @@ static bool claims(bd_load_job *job) {
     return job->keeps;
 }
 
+bool bd_load_job_in_memory(bd_load_job *job) {
+    return more_to_send(job) && job->files[job->send_file].in_memory;
+}
+
 bool bd_load_job_next(bd_load_job *job, bd_block *block) {
     if (from_host(job)) return false;
     if (job->status != BD_OK || !more_to_send(job) || !verified(job)) return false;
@@ -227,7 +231,7 @@ bool bd_load_job_next(bd_load_job *job, bd_block *block) {
     bd_span_begin(&block->span, file, job->send_from, bytes);
     block->job = job;
     block->file_index = job->send_file;
-    block->in_ring = block->read_done = false;
+    block->in_ring = block->read_done = block->summed = false;
     block->kept = claims(job);
     block->status = BD_OK;
     block->next = NULL;
@@ -258,8 +262,24 @@ bd_block *bd_load_job_pop(bd_load_job *job) {
     return block;
 }
 
+void bd_block_sum_begin(bd_block_sum *sum, const bd_block *block) {
+    const bd_delta *delta = block->job->load->delta;
+    const uint64_t chunk_bytes = delta->files[block->file_index].chunk_bytes;
+    bd_chunk_sum_begin(&sum->chunks, delta, block->file_index,
+                       (uint32_t)(block->span.from / chunk_bytes));
+    sum->done_bytes = 0;
+}
+
+bool bd_block_sum_there(bd_block_sum *sum, bd_block *block) {
+    const uint64_t from = sum->done_bytes;
+    sum->done_bytes = bd_span_there(&block->span);
+    block->summed = sum->done_bytes == block->span.bytes;
+    return bd_chunk_sum_add(&sum->chunks, bd_span_data(&block->span) + from, sum->done_bytes - from,
+                            &block->error) == BD_OK;
+}
+
 static bd_status check_chunks(const bd_load_job *job, const bd_block *block, bd_error *err) {
-    if (block->span.file->no_chunk_sums) return BD_OK;
+    if (block->span.file->no_chunk_sums || block->summed) return BD_OK;
     const bd_delta *delta = job->load->delta;
     uint64_t chunk_bytes = delta->files[block->file_index].chunk_bytes;
     const uint8_t *data = bd_span_data(&block->span);

@@ -20,6 +20,7 @@ typedef struct bd_block { /* one staging slot; free, or a block of a job in file
     bool in_ring; /* being read by the ring */
     bool kept;    /* its copy goes to host memory */
     bool read_done;
+    bool summed; /* its chunks were checked as they came */
     /* What is wrong with it. It is the load's when it is the block's turn, so that the same damage
      * is told as the same. */
     bd_status status;
@@ -62,8 +63,18 @@ struct bd_load_job {
 /* Never fails as a call: a load that cannot begin is a job with a status. NULL: out of memory. */
 bd_load_job *bd_load_job_create(bd_load *load, const bd_loader_source *source, bd_mailbox *inbox,
                                 uint32_t block_bytes);
+/* Whether the job's next bytes come from memory, not from a disk. */
+bool bd_load_job_in_memory(bd_load_job *job);
 /* Gives `block` the job's next span and appends it to the job. false: nothing to read now. */
 bool bd_load_job_next(bd_load_job *job, bd_block *block);
+/* On a worker that reads a block from memory: the sums of what of it is there already, piece by
+ * piece. false: one is wrong, block->error has it. */
+typedef struct bd_block_sum {
+    bd_chunk_sum chunks;
+    uint64_t done_bytes;
+} bd_block_sum;
+void bd_block_sum_begin(bd_block_sum *sum, const bd_block *block);
+bool bd_block_sum_there(bd_block_sum *sum, bd_block *block);
 /* On a worker: checks the sums of a block that was read, leaves its copy in host memory and, where
  * feeds can be filled from anywhere, fills the pages. Its faults are the block's. */
 void bd_load_job_work(bd_load_job *job, bd_block *block);

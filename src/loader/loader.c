@@ -22,6 +22,7 @@
 
 #define BLOCK_BYTES_MAX (256u << 20)
 #define DEPTH_MAX       1024u
+#define HUGE_PAGE_BYTES (2u << 20)
 
 typedef struct loader_metrics {
     bd_metric *seconds, *read_bytes;
@@ -40,11 +41,14 @@ struct bd_loader {
     /* The thread's own from here on. */
     bd_ring *ring; /* NULL: workers do all reading */
     bd_workers *workers;
+    void *mapping; /* staging lies in it */
+    size_t mapping_bytes;
     uint8_t *staging;
     size_t staging_bytes;
     bool staging_locked;
     bd_block *blocks; /* [block_count]: as many as may be read by the ring, and as many again */
     uint32_t block_count, ring_count;
+    uint32_t memory_count; /* being copied from files in memory, or queued for it */
     bd_block *free_blocks;
     bd_block *lent_blocks;                    /* fed, but the backend may still copy from them */
     bd_message *waiting_first, *waiting_last; /* loads not begun */
@@ -168,6 +172,7 @@ static void release_lent(bd_loader *loader) {
 static void start_read(bd_loader *loader, bd_block *block) {
     block->in_ring = loader->ring && bd_shard_file_suits_ring(block->span.file);
     if (!block->in_ring) {
+        loader->memory_count += block->span.file->in_memory;
         bd_workers_read(loader->workers, &block->span.read.message);
         return;
     }
@@ -176,11 +181,18 @@ static void start_read(bd_loader *loader, bd_block *block) {
     block->job->blocks_in_ring++;
 }
 
+/* A block for each thread and one to go on with: more staging than is used in turns would only be
+ * further from the cores' caches. */
+static uint32_t memory_max(const bd_loader *loader) {
+    return bd_workers_threads(read_threads(&loader->options)) + 1;
+}
+
 static bool issue_one(bd_loader *loader, bd_load_job *job) {
     const uint32_t depth = loader->options.depth;
     bd_block *block = loader->free_blocks;
     if (!block || job->blocks_held >= share_of(loader, loader->block_count)) return false;
     if (loader->ring_count >= depth || job->blocks_in_ring >= share_of(loader, depth)) return false;
+    if (bd_load_job_in_memory(job) && loader->memory_count >= memory_max(loader)) return false;
     bd_block *rest = block->next;
     if (!bd_load_job_next(job, block)) return false;
     loader->free_blocks = rest;
@@ -211,7 +223,8 @@ static bd_span_state judge(bd_loader *loader, bd_block *block, bd_error *err) {
 }
 
 /* No thread has the block any more. */
-static void block_back(bd_block *block) {
+static void block_back(bd_loader *loader, bd_block *block) {
+    loader->memory_count -= block->span.file->in_memory; /* which no ring reads */
     block->read_done = true;
     block->job->blocks_flying--;
 }
@@ -222,7 +235,7 @@ static void read_finished(bd_loader *loader, bd_block *block) {
     job->blocks_in_ring--;
     bd_load_job_check_cancel(job);
     if (job->status != BD_OK) {
-        block_back(block);
+        block_back(loader, block);
         return;
     }
     switch (judge(loader, block, &block->error)) {
@@ -234,23 +247,37 @@ static void read_finished(bd_loader *loader, bd_block *block) {
         return;
     case BD_SPAN_FAILED:
         block->status = block->error.status;
-        block_back(block);
+        block_back(loader, block);
     }
 }
 
 /* On a worker. */
+static bd_span_state read_once(bd_loader *loader, bd_block *block) {
+    bd_read *read = &block->span.read;
+    const ssize_t got = pread(read->fd, read->data, read->bytes, (off_t)read->offset);
+    read->result = got < 0 ? -errno : (int32_t)got;
+    return judge(loader, block, &block->error);
+}
+
 static bool work_read(void *ctx, bd_message *work) {
     bd_loader *loader = ctx;
     bd_block *block = (bd_block *)work;
-    bd_read *read = &block->span.read;
+    const bool sums = block->span.file->in_memory && !block->span.file->no_chunk_sums;
     bd_span_state state = BD_SPAN_AGAIN;
+    bd_block_sum sum;
+    if (sums) bd_block_sum_begin(&sum, block);
     while (state == BD_SPAN_AGAIN && !atomic_load(&block->job->stopped)) {
-        const ssize_t got = pread(read->fd, read->data, read->bytes, (off_t)read->offset);
-        read->result = got < 0 ? -errno : (int32_t)got;
-        state = judge(loader, block, &block->error);
+        state = read_once(loader, block);
+        if (sums && state != BD_SPAN_FAILED && !bd_block_sum_there(&sum, block))
+            state = BD_SPAN_FAILED;
     }
     if (state == BD_SPAN_FAILED) block->status = block->error.status;
     return state == BD_SPAN_DONE;
+}
+
+static bool work_copies(void *ctx, bd_message *work) {
+    (void)ctx;
+    return ((bd_block *)work)->span.file->in_memory;
 }
 
 static uint32_t *work_reading(void *ctx, bd_message *work) {
@@ -360,7 +387,7 @@ static void take_back(bd_loader *loader) {
     if (!work) work = bd_workers_take(loader->workers);
     for (; work; work = next) {
         next = work->next;
-        block_back((bd_block *)work);
+        block_back(loader, (bd_block *)work);
     }
     for (; done; done = next) {
         next = done->next; /* a repeated read is linked anew */
@@ -412,6 +439,7 @@ static bd_status open_io(bd_loader *loader, bd_error *err) {
         .read = work_read,
         .finish = work_finish,
         .reading = work_reading,
+        .copies = work_copies,
     };
     return bd_workers_create(&workers, &loader->workers, err);
 }
@@ -485,21 +513,31 @@ static bd_status check_options(const bd_loader_options *options, bd_error *err) 
 static void free_staging(bd_loader *loader) {
     free(loader->blocks);
     if (loader->staging_locked) loader->source.staging_unlock(loader->source.ctx, loader->staging);
-    munmap(loader->staging, loader->staging_bytes);
+    munmap(loader->mapping, loader->mapping_bytes);
 }
 
 /* Memory of the system's own: what a device's driver gives not every kernel reads files into past
- * the page cache. */
+ * the page cache. In huge pages where there are any: a request of a disk takes only so many pieces
+ * of memory, and of small pages a block needs several requests. */
+static bd_status map_staging(bd_loader *loader, bd_error *err) {
+    loader->mapping_bytes = loader->staging_bytes + HUGE_PAGE_BYTES;
+    loader->mapping = mmap(NULL, loader->mapping_bytes, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (loader->mapping == MAP_FAILED)
+        return bd_fail_errno(err, BD_E_MEMORY, "loader", errno,
+                             "no memory for %zu bytes of staging", loader->mapping_bytes);
+    const uintptr_t at = (uintptr_t)loader->mapping;
+    loader->staging = (uint8_t *)loader->mapping + (HUGE_PAGE_BYTES - at % HUGE_PAGE_BYTES);
+    (void)madvise(loader->staging, loader->staging_bytes, MADV_HUGEPAGE);
+    return BD_OK;
+}
+
 static bd_status get_memory(bd_loader *loader, bd_error *err) {
     const bd_loader_source *source = &loader->source;
-    void *memory = mmap(NULL, loader->staging_bytes, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED)
-        return bd_fail_errno(err, BD_E_MEMORY, "loader", errno,
-                             "no memory for %zu bytes of staging", loader->staging_bytes);
-    loader->staging = memory;
-    if (!source->staging_lock) return BD_OK;
-    loader->staging_locked = source->staging_lock(source->ctx, memory, loader->staging_bytes);
+    const bd_status status = map_staging(loader, err);
+    if (status != BD_OK || !source->staging_lock) return status;
+    loader->staging_locked =
+        source->staging_lock(source->ctx, loader->staging, loader->staging_bytes);
     if (!loader->staging_locked)
         bd_log(BD_LOG_WARN, "loader",
                "staging of bytes=%zu could not be page-locked: uploads copy it once more",
@@ -513,6 +551,10 @@ static bd_status make_staging(bd_loader *loader, bd_error *err) {
     size_t slot_bytes = (loader->options.block_bytes + unit - 1) / unit * unit + 2 * unit;
     loader->block_count = 2 * loader->options.depth;
     loader->staging_bytes = slot_bytes * loader->block_count;
+    /* To the end of its last huge page: a ring takes them as such only if there are no others. */
+    if (loader->staging_bytes > HUGE_PAGE_BYTES)
+        loader->staging_bytes =
+            (loader->staging_bytes + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
     const bd_status status = get_memory(loader, err);
     if (status != BD_OK) return status;
     loader->blocks = calloc(loader->block_count, sizeof *loader->blocks);

@@ -22,6 +22,7 @@ typedef struct bd_loader_source {
     bd_status (*feed_settle)(bd_overlay_feed *feed, bd_error *err); /* optional */
     uint32_t (*feed_ready)(const bd_overlay_feed *feed); /* what it counts is visible to steps */
     void (*feed_destroy)(bd_overlay_feed *feed);
+    /* Of files in memory the sums are made while they are read, by bd_chunk_sum_add. */
     bd_status (*check_chunk)(const bd_delta *delta, uint32_t file_index, uint32_t chunk,
                              const void *data, size_t bytes, bd_error *err);
     bd_status (*verify_file)(const bd_delta *delta, uint32_t file_index, bd_error *err);

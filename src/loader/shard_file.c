@@ -103,7 +103,8 @@ static void next_attempt(bd_span *span) {
     span->read.fd = any_fd(file);
     span->read.data = span->staging + span->got_bytes;
     span->read.offset = span->read_from + span->got_bytes;
-    span->read.bytes = (uint32_t)(span->ask_bytes - span->got_bytes);
+    const uint64_t left = span->ask_bytes - span->got_bytes;
+    span->read.bytes = (uint32_t)(left < span->piece_bytes ? left : span->piece_bytes);
 }
 
 void bd_span_begin(bd_span *span, bd_shard_file *file, uint64_t from, uint64_t bytes) {
@@ -116,6 +117,7 @@ void bd_span_begin(bd_span *span, bd_shard_file *file, uint64_t from, uint64_t b
     /* A file's tail is asked for beyond its end: the exact length would not be a multiple. */
     span->ask_bytes = (span->need_bytes + mask) & ~mask;
     span->got_bytes = 0;
+    span->piece_bytes = file->in_memory ? BD_IO_PIECE_BYTES : UINT64_MAX;
     span->retries = span->stalls = 0;
     next_attempt(span);
 }

@@ -13,6 +13,8 @@
 /* O_DIRECT wants offsets, lengths and addresses in these; right for every disk, 512-byte sectors or
  * 4K. */
 #define BD_IO_ALIGN_BYTES 4096u
+/* What is copied from memory at once, so that a core's own cache still has it when it is summed. */
+#define BD_IO_PIECE_BYTES (256u << 10)
 
 typedef struct bd_shard_file {
     char path[1024 + 256 + 2];
@@ -44,6 +46,7 @@ typedef struct bd_span { /* bytes [from, from + bytes) of a file on their way in
     uint8_t *staging; /* BD_IO_ALIGN_BYTES aligned, bytes rounded outwards to that fit */
     uint64_t from, bytes;
     uint64_t read_from, need_bytes, ask_bytes, got_bytes; /* from read_from on */
+    uint64_t piece_bytes;                                 /* of one attempt at most */
     uint32_t retries, stalls;
 } bd_span;
 
@@ -53,6 +56,13 @@ typedef enum bd_span_state { BD_SPAN_DONE, BD_SPAN_AGAIN, BD_SPAN_FAILED } bd_sp
 void bd_span_begin(bd_span *span, bd_shard_file *file, uint64_t from, uint64_t bytes);
 /* Judges the attempt. AGAIN: span->read is the next one. FAILED: *err names file and offset. */
 bd_span_state bd_span_step(bd_span *span, int32_t result, bd_error *err);
+/* So many of its bytes are there. */
+static inline uint64_t bd_span_there(const bd_span *span) {
+    const uint64_t before = span->from - span->read_from;
+    if (span->got_bytes <= before) return 0;
+    const uint64_t there = span->got_bytes - before;
+    return there < span->bytes ? there : span->bytes;
+}
 static inline const uint8_t *bd_span_data(const bd_span *span) {
     return span->staging + (span->from - span->read_from);
 }

@@ -46,12 +46,17 @@ static bd_message *pop(work_queue *queue) {
     return work;
 }
 
+static bool may_read(const bd_workers *workers, bd_message *work) {
+    const bd_workers_options *options = &workers->options;
+    const uint32_t of_load = *options->reading(options->ctx, work);
+    if (options->copies(options->ctx, work)) return of_load < bd_workers_threads(workers->share);
+    return workers->reading < options->read_threads && of_load < workers->share;
+}
+
 /* The first whose load has not its share yet: one that reads slowly does not hold up another. */
 static bd_message *pop_read(bd_workers *workers) {
-    const bd_workers_options *options = &workers->options;
     bd_message *before = NULL, *work = workers->reads.first;
-    if (workers->reading >= options->read_threads) return NULL;
-    while (work && *options->reading(options->ctx, work) >= workers->share) {
+    while (work && !may_read(workers, work)) {
         before = work;
         work = work->next;
     }
@@ -63,12 +68,13 @@ static bd_message *pop_read(bd_workers *workers) {
 static bool read_work(bd_workers *workers, bd_message *work) {
     const bd_workers_options *options = &workers->options;
     uint32_t *of_load = options->reading(options->ctx, work);
-    workers->reading++;
+    const uint32_t waits = !options->copies(options->ctx, work);
+    workers->reading += waits;
     (*of_load)++;
     pthread_mutex_unlock(&workers->lock);
     const bool came = options->read(options->ctx, work);
     pthread_mutex_lock(&workers->lock);
-    workers->reading--;
+    workers->reading -= waits;
     (*of_load)--;
     if (workers->reads.first) pthread_cond_signal(&workers->wanted);
     return came;
@@ -162,7 +168,7 @@ static int start_threads(bd_workers *workers, uint32_t count) {
 bd_status bd_workers_create(const bd_workers_options *options, bd_workers **out, bd_error *err) {
     *out = NULL;
     BD_ASSERT(options->read_threads > 0);
-    const uint32_t count = options->read_threads + (options->read_threads + 1) / 2;
+    const uint32_t count = bd_workers_threads(options->read_threads);
     bd_workers *workers = calloc(1, sizeof *workers + count * sizeof(pthread_t));
     if (!workers) return bd_fail(err, BD_E_MEMORY, "loader", "out of memory for reader threads");
     const bd_status status = bd_mailbox_create(&workers->done, 0, false, err);

@@ -84,6 +84,19 @@ BD_MUST_CHECK bd_status bd_delta_check_chunk(const bd_delta *delta, uint32_t fil
                                              uint32_t chunk, const void *data, size_t bytes,
                                              bd_error *err);
 
+/* The same of one chunk after the other, while their bytes come in pieces of any size. */
+typedef struct bd_chunk_sum {
+    const bd_delta *delta;
+    uint32_t file_index, chunk;
+    uint64_t left_bytes; /* of the chunk */
+    _Alignas(64) unsigned char state[576];
+} bd_chunk_sum;
+void bd_chunk_sum_begin(bd_chunk_sum *sum, const bd_delta *delta, uint32_t file_index,
+                        uint32_t chunk);
+/* Fails with the first chunk that is another than recorded, once its last byte is there. */
+BD_MUST_CHECK bd_status bd_chunk_sum_add(bd_chunk_sum *sum, const void *data, size_t bytes,
+                                         bd_error *err);
+
 /* What shard `index` of `shards` holds of a matrix. q, k, v, gate, up and the two tables of the
  * vocabulary are cut by rows, o and down by columns, everything else (vectors, scales of o and
  * down, added rows) is whole in every shard. */

@@ -21,8 +21,8 @@ typedef struct bd_loader_options { /* 0 where a default is named */
     bd_model *model;
     uint32_t rank; /* names the threads: bd-load-<rank>; set by the loader of several */
     bd_io_choice io;
-    /* How many read at once where no ring does (files in memory, buffered ones, --io pread), but no
-     * more than depth; and half as many again for sums and copies meanwhile. 8 */
+    /* How many read at once where no ring does (buffered files, --io pread), but no more than
+     * depth; and half as many again for sums and copies meanwhile, or all for files in memory. 8 */
     uint32_t read_threads;
     /* One read; 4 MiB. A file whose chunks are larger is verified whole before it is read. */
     uint32_t block_bytes;
