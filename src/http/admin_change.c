@@ -45,8 +45,26 @@ static bool answer_rescan(const bd_change *change, bd_reply *reply, bd_api_error
     return !out->failed || bd_api_fail(err, BD_API_INTERNAL, NULL, "The server is out of memory.");
 }
 
+/* The file or field at fault, by its name within the variant. NULL: all of it, or none. */
+static const char *part_at_fault(const bd_change *change) {
+    const char *subject = change->error.subject;
+    size_t bytes = strlen(change->dir);
+    if (strncmp(subject, change->dir, bytes) == 0 && subject[bytes] == '/') subject += bytes + 1;
+    bool whole = !*subject || strchr(subject, '/') || strcmp(subject, change->name) == 0;
+    return whole ? NULL : subject;
+}
+
+/* For clients of the API, who are told no paths; the log has them. */
+static bool fail_files(const bd_change *change, bd_api_kind kind, bd_api_error *err) {
+    const char *part = part_at_fault(change);
+    return bd_api_fail(err, kind, "lora_path", "Loading the lora adapter '%s' failed: %s%s%s%s.",
+                       change->name, bd_api_variant_fault(&change->error), part ? " (" : "",
+                       part ? part : "", part ? ")" : "");
+}
+
 /* Texts and statuses as vLLM's, whose clients compare them. */
-static bool answer_adapter(const bd_change *change, bd_reply *reply, bd_api_error *err) {
+static bool answer_adapter(const bd_change *change, bool operator, bd_reply * reply,
+                           bd_api_error *err) {
     bool load = change->kind == BD_CHANGE_LOAD;
     if (change->status == BD_OK) {
         bd_strbuf_printf(&reply->body, "Success: LoRA adapter '%s' %s successfully.", change->name,
@@ -68,6 +86,7 @@ static bool answer_adapter(const bd_change *change, bd_reply *reply, bd_api_erro
     bd_api_kind kind = change->status == BD_E_NOT_FOUND ? BD_API_MODEL
                        : change->status == BD_BUSY      ? BD_API_VARIANT
                                                         : BD_API_VALUE;
+    if (change->of_files && !operator) return fail_files(change, kind, err);
     bool unfit_name =
         change->status == BD_E_ARGUMENT && strcmp(change->error.subject, change->name) == 0;
     return bd_api_fail(err, kind, load && !unfit_name ? "lora_path" : "lora_name", "%.400s",
@@ -80,7 +99,7 @@ static void on_done(bd_change *change) {
     bd_api_error err;
     bool rescan = change->kind == BD_CHANGE_RESCAN;
     bool ok = rescan ? answer_rescan(change, &request->reply, &err)
-                     : answer_adapter(change, &request->reply, &err);
+                     : answer_adapter(change, request->shard->admin, &request->reply, &err);
     if (ok)
         request->reply.status = MHD_HTTP_OK;
     else

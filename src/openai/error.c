@@ -53,6 +53,13 @@ const char *bd_api_quote(bd_api_quoted *out, const char *text, size_t bytes) {
     return out->text;
 }
 
+const char *bd_api_variant_fault(const bd_error *fault) {
+    if (!fault) return bd_status_text(BD_E_VARIANT);
+    if (fault->status == BD_E_LENGTH) return fault->message;
+    if (fault->status == BD_E_NOT_FOUND) return "a file of its delta was not found";
+    return bd_status_text(fault->status);
+}
+
 void bd_api_error_write(const bd_api_error *err, bd_strbuf *out) {
     const api_row *row = &rows[err->kind];
     bd_strbuf_puts(out, "{\"error\":{\"message\":");

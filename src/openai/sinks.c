@@ -227,13 +227,6 @@ static void on_end(void *ctx, uint32_t index, bd_finish finish, int32_t stop_id)
     if (completion->request.stream) send_event(completion, index);
 }
 
-/* The kind of fault, for the rest is the operator's: paths, offsets, causes. But lengths say more
- * than their kind, and their message has nothing else. */
-static const char *why_unavailable(const bd_error *err) {
-    if (!err) return bd_status_text(BD_E_VARIANT);
-    return err->status == BD_E_LENGTH ? err->message : bd_status_text(err->status);
-}
-
 static void fail_by_status(bd_completion *completion, bd_status status, const bd_error *err,
                            uint32_t retry_after_s) {
     bd_api_error *error = &completion->error;
@@ -259,7 +252,7 @@ static void fail_by_status(bd_completion *completion, bd_status status, const bd
         break;
     case BD_E_VARIANT:
         bd_api_fail(error, BD_API_VARIANT, NULL, "The model '%s' is unavailable: %s.",
-                    completion->served->name, why_unavailable(err));
+                    completion->served->name, bd_api_variant_fault(err));
         error->retry_after_s = retry_after_s == 0 ? 1 : retry_after_s > 60 ? 60 : retry_after_s;
         break;
     default:

@@ -129,8 +129,8 @@ static bd_status resolve(const bd_router *router, bd_change *change, bd_error *e
                        "only variants below the directory of deltas may be loaded, and there is "
                        "none");
     if (relative && root) {
-        bd_status status = bd_path_join(path, sizeof path, root, change->dir, err);
-        if (status != BD_OK) return status;
+        if (bd_path_join(path, sizeof path, root, change->dir, NULL) != BD_OK)
+            return bd_fail(err, BD_E_LIMIT, change->dir, "the path is too long");
     } else {
         memcpy(path, change->dir, sizeof path);
     }
@@ -159,6 +159,7 @@ static bool same_place(const bd_router_queue *queue, const char *real) {
 
 static bd_status serve_new(bd_router *router, bd_change *change, bd_router_queue *before,
                            bd_error *err) {
+    change->of_files = true;
     bd_status status = bd_scan_add(router, change->name, change->dir, false, before, err);
     if (status != BD_OK) return status;
     if (bd_sources_add(router, change->name, change->dir, false, NULL) != BD_OK)
@@ -193,6 +194,7 @@ static bd_status serve_name(bd_router *router, bd_change *change, bd_error *err)
     bd_variant_mark mark = bd_variant_mark_of(queue->dir);
     if (mark.manifest == queue->mark.manifest && mark.side_files == queue->mark.side_files)
         return BD_OK;
+    change->of_files = true;
     return bd_scan_add(router, queue->given_name, queue->dir, queue->pin, queue, err);
 }
 
@@ -222,6 +224,7 @@ static void load(bd_router *router, bd_change *change) {
     if (status == BD_OK) status = serve_name(router, change, &change->error);
     const bd_router_queue *queue = status == BD_OK ? find_name(router, change->name) : NULL;
     if (queue) {
+        change->of_files = true;
         if (bd_load_begin(router, &queue->served, false, on_loaded, change) == BD_OK) return;
         status = bd_fail(&change->error, BD_E_MEMORY, change->name, "out of memory");
     }

@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -274,6 +275,8 @@ def test_faults_of_shards(launch, deltas):
             assert message.endswith(f": the shard has 500000 bytes, delta.json records {whole}."), message
         else:
             assert words not in message
+        if name == "missing":
+            assert message.endswith(f"'{name}' is unavailable: a file of its delta was not found."), message
         failure = variants(server)[name]["failure"]
         assert words in failure and path in failure, (name, failure)
         line = server.find(rf'level=error mod=cache what="load of variant {name} failed.*').group(0)
@@ -470,6 +473,44 @@ def test_keys_of_orders(launch, deltas, tmp_path):
     without = start(launch, deltas, "--runtime-loading", "--api-key", "sk")
     error_of(adapter(without.url, "load", "mine", "c"), 401, "invalid_api_key")
     assert adapter(without.url, "load", "mine", "c", headers=client).status_code == 200
+
+
+def test_orders_of_clients_are_told_no_paths(launch, deltas):
+    """The file's name within the variant and the kind of fault on the API's address; all of it on the operator's, and in the log."""
+    def flip(folder):
+        data = bytearray((folder / SHARD).read_bytes())
+        data[-5] ^= 1
+        (folder / SHARD).write_bytes(data)
+
+    def another_base(folder):
+        text = json.loads((folder / "delta.json").read_text())
+        (folder / "delta.json").write_text(json.dumps(text | {"base_fingerprint": secrets.token_hex(32)}))
+
+    short = secrets.randbelow(1000) + 2
+    whole = (ROOT / "demo/deltas" / MATH / SHARD).stat().st_size
+    faults = {
+        "flipped": (flip, 400, f"checksum mismatch ({SHARD})"),
+        "cut": (lambda f: os.truncate(f / SHARD, short), 400, f"the shard has {short} bytes, delta.json records {whole} ({SHARD})"),
+        "gone": (lambda f: (f / SHARD).unlink(), 400, f"a file of its delta was not found ({SHARD})"),
+        "empty": (lambda f: (f / "delta.json").unlink(), 404, "a file of its delta was not found (delta.json)"),
+        "torn": (lambda f: (f / "delta.json").write_text("{"), 400, "malformed input (delta.json)"),
+        "circle": (lambda f: (f / "config.json").symlink_to("config.json"), 400, "input/output error (config.json)"),
+        "other": (another_base, 400, "does not fit the base model"),
+    }
+    server = start(launch, deltas, "--runtime-loading")
+    for place, (plant, status, told) in faults.items():
+        plant(copy_variant(MATH, deltas / place))
+        name = f"{place}-{secrets.token_hex(3)}"
+        code = "invalid_value" if status == 400 else "model_not_found"
+        message = error_of(adapter(server.url, "load", name, place), status, code, "lora_path")
+        assert message == f"Loading the lora adapter '{name}' failed: {told}."
+        assert any("level=error" in line and str(deltas / place) in line for line in server.lines)
+        message = error_of(adapter(server.admin_url, "load", name, place), status, code, "lora_path")
+        assert str(deltas / place) in message or place == "cut"
+    # Nor where the directory of deltas is, by a path that only fits without it.
+    long = "/".join(["c" * 200] * 5)
+    assert error_of(adapter(server.url, "load", "long", long), 400, "invalid_value", "lora_path") == "the path is too long"
+    assert models(server) == [BASE, C, SQL]
 
 
 # ---- Prefetch ----

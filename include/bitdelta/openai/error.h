@@ -65,6 +65,10 @@ typedef struct bd_api_quoted {
     char text[304];
 } bd_api_quoted;
 const char *bd_api_quote(bd_api_quoted *out, const char *text, size_t bytes);
+/* What a client is told of a variant that cannot be served (NULL: its load failed): the kind of
+ * fault, for the rest is the operator's: paths, offsets, causes. But lengths say more than their
+ * kind, and their message has nothing else. */
+const char *bd_api_variant_fault(const bd_error *fault);
 void bd_api_error_write(const bd_api_error *err, bd_strbuf *out); /* the whole JSON body */
 
 #endif

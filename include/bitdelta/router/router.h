@@ -231,6 +231,7 @@ typedef struct bd_change {
     bd_change_entry *entries; /* RESCAN */
     uint32_t entry_count, unchanged;
     bool taken;       /* LOAD: refused because the name has another directory */
+    bool of_files;    /* LOAD: the error is of what lies there, and may hold its path */
     bool incomplete;  /* memory ran out for entries */
     bool fresh, undo; /* internal */
 } bd_change;
