@@ -10,7 +10,8 @@
  * registered buffers) and raw-pread (threads; without --fio), uring and pread (the loader: chunk
  * sums checked, bytes copied to pages by whoever read them, or with --copy 0 fed in order and taken
  * from where they are, as by a device). All of them use O_DIRECT where the file system has it; a
- * FILE on a tmpfs is page cache. CSV: reader,round,mib,seconds,gb_per_s,cpu_s; medians go to
+ * FILE on a tmpfs is page cache, which the loader copies and sums with half as many threads again.
+ * Memory is in huge pages, but fio's. CSV: reader,round,mib,seconds,gb_per_s,cpu_s; medians go to
  * stderr, and those of the rounds' ratios to raw-pread. bench/loader.sh runs it against fio. */
 #include <errno.h>
 #include <fcntl.h>
@@ -28,6 +29,7 @@
 
 #include "bitdelta/base/clock.h"
 #include "loader/loader_internal.h"
+#include "raw_read.h"
 
 #define PAGE_BYTES (2u << 20)
 #define PAGES_REAL 64u /* the rest are these again: memory for the whole file is not wanted */
@@ -303,15 +305,15 @@ static void raw_uring(bench *b) {
     close(fd);
 }
 
-typedef struct raw_reader {
+typedef struct copier {
     const bench *b;
     uint8_t *to;
     _Atomic uint64_t *next;
     int fd;
-} raw_reader;
+} copier;
 
-static void *raw_reader_main(void *arg) {
-    const raw_reader *r = arg;
+static void *copier_main(void *arg) {
+    const copier *r = arg;
     for (;;) {
         uint64_t at = atomic_fetch_add(r->next, r->b->block_bytes);
         if (at >= r->b->bytes) return NULL;
@@ -321,14 +323,14 @@ static void *raw_reader_main(void *arg) {
 
 static void raw_pread(bench *b) {
     pthread_t threads[1024];
-    raw_reader readers[1024];
+    copier readers[1024];
     _Atomic uint64_t next = 0;
     int fd = open_direct(b);
     uint8_t *staging = b->staging;
     uint64_t count = b->threads < b->depth ? b->threads : b->depth;
     for (uint64_t i = 0; i < count; i++) {
-        readers[i] = (raw_reader){b, staging + i * b->block_bytes, &next, fd};
-        if (pthread_create(&threads[i], NULL, raw_reader_main, &readers[i]) != 0) die("thread");
+        readers[i] = (copier){b, staging + i * b->block_bytes, &next, fd};
+        if (pthread_create(&threads[i], NULL, copier_main, &readers[i]) != 0) die("thread");
     }
     for (uint64_t i = 0; i < count; i++)
         pthread_join(threads[i], NULL);
@@ -450,9 +452,8 @@ int main(int argc, char **argv) {
     b.block_bytes = b.block_mib << 20;
     b.bytes = ((b.mib << 20) + b.block_bytes - 1) / b.block_bytes * b.block_bytes;
     make_delta(&b);
-    b.staging = mmap(NULL, b.depth * b.block_bytes, PROT_READ | PROT_WRITE,
-                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
-    if (b.staging == MAP_FAILED) die("memory for staging");
+    b.staging = raw_read_memory(b.depth * b.block_bytes);
+    if (!b.staging) die("memory for staging");
     open_loader(&b, BD_IO_URING);
     open_loader(&b, BD_IO_PREAD);
     load_with(&b, BD_IO_URING); /* its memory is there afterwards, as the plain loops' is */
@@ -460,7 +461,7 @@ int main(int argc, char **argv) {
     run_rounds(&b);
     bd_loader_destroy(b.loaders[BD_IO_URING]);
     bd_loader_destroy(b.loaders[BD_IO_PREAD]);
-    munmap(b.staging, b.depth * b.block_bytes);
+    free(b.staging);
     munmap(b.memory, PAGES_REAL * PAGE_BYTES);
     free(b.pages);
     free(b.sums);

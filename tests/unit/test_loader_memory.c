@@ -179,6 +179,7 @@ static void test_files_arrive(void **state) {
         assert_int_equal(s.load.read_bytes, s.variant.total_bytes);
         assert_int_equal(s.load.ready_count, FAKE_READY_COUNT);
         assert_int_equal(s.source.verifies, chunk == 0 ? files : 0);
+        if (chunk != 0) assert_int_equal(s.source.summing, 0); /* once it has been read */
         check_content(&s);
         end_scene(&s);
     }
