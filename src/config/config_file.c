@@ -98,6 +98,9 @@ static bd_status set_scalar(const reader *r, const option_row *row, const char *
 static bd_status set_strings(const reader *r, const option_row *row, const char *key,
                              const cJSON *list) {
     if (!cJSON_IsArray(list)) return fail_key(r, key, expected_of(row->type));
+    /* Whoever took the last key out must not open the server to everybody by it. */
+    if (row->is_key && !list->child)
+        return fail_key(r, key, "the list is empty; leave it out to serve without keys");
     bd_value_clear(row, bd_table_field(row, BD_COMMAND_SERVE, r->options));
     const cJSON *item;
     cJSON_ArrayForEach(item, list) {

@@ -175,6 +175,7 @@ static void test_faults(void **state) {
         {"{\"api_keys\": \"k\"}", "api_keys: must be a list of strings"},
         {"{\"api_keys\": [\"k\", 1]}", "api_keys: must be a list of strings"},
         {"{\"api_keys\": [\"\"]}", "api_keys: empty"},
+        {"{\"api_keys\": []}", "api_keys: the list is empty; leave it out to serve without keys"},
         {"{\"variants\": {}}", "variants: must be a list of objects"},
         {"{\"variants\": [\"x\"]}", "variants: must be a list of objects"},
         {"{\"variants\": [{\"name\": \"x\"}]}", "variants[0]: path is missing"},
