@@ -52,3 +52,10 @@ bd_status bd_checkpoint_fingerprint(const bd_checkpoint *checkpoint, char hex[65
         (void)snprintf(hex + (size_t)2 * i, 3, "%02x", digest[i]);
     return BD_OK;
 }
+
+int bd_fingerprint_digits(const char *a, const char *b) {
+    int digits = 16;
+    while (digits < 64 && strncmp(a, b, (size_t)digits) == 0)
+        digits++;
+    return digits;
+}

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "bitdelta/hf/checkpoint.h"
 #include "internal.h"
 #include "names.h"
 #include "overlay_internal.h"
@@ -507,9 +508,11 @@ static bd_status check_whole(const planner *p, bd_error *err) {
 
 static bd_status check_base(const bd_model *model, const bd_delta *delta, bd_error *err) {
     if (strcmp(model->fingerprint, delta->base_fingerprint) != 0) {
+        const int digits = bd_fingerprint_digits(delta->base_fingerprint, model->fingerprint);
         return bd_fail(err, BD_E_MISMATCH, "base_fingerprint",
-                       "%s/delta.json was made for base %s (%.16s...), not for this one (%.16s...)",
-                       delta->dir, delta->base, delta->base_fingerprint, model->fingerprint);
+                       "%s/delta.json was made for base %s (%.*s...), not for this one (%.*s...)",
+                       delta->dir, delta->base, digits, delta->base_fingerprint, digits,
+                       model->fingerprint);
     }
     if (delta->bits < 1 || delta->bits > BD_OVERLAY_PLANES_MAX) {
         return bd_fail(err, BD_E_UNSUPPORTED, "bits",

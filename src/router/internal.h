@@ -67,6 +67,7 @@ typedef struct bd_router_queue { /* one per served name, the base included */
     char *given_name; /* owned; NULL: the name is delta.json's */
     bool pin;         /* loaded at start; not where the pin did not fit */
     bd_variant_mark mark;
+    uint32_t positions;      /* max_position_embeddings, of which served.max_model_len are served */
     bd_tokenizer *tokenizer; /* owned; NULL: the base's */
     /* bd-sched: */
     bd_cache_waiter waiter;

@@ -287,6 +287,17 @@ static void register_one(bd_router *router, bd_registry_op *op, bool pinned) {
                served->dir, fault.message);
 }
 
+/* Where it says the same as the base nothing is lost that the base has. */
+static void log_cut_context(const bd_router *router, const bd_router_queue *queue) {
+    const bd_served *served = &queue->served;
+    const uint32_t base = bd_model_config_of(router->options.model)->max_positions;
+    if (queue->positions <= served->max_model_len || queue->positions == base) return;
+    bd_log(BD_LOG_WARN, "router",
+           "variant=%s has max_position_embeddings=%u and is served with max_model_len=%u, the "
+           "most that the server was started with",
+           served->name, queue->positions, served->max_model_len);
+}
+
 /* The pin of what is replaced passes on: it was a person's word about the name. */
 static void apply_one(bd_router *router, bd_registry_op *op) {
     bd_cache *cache = router->options.cache;
@@ -311,6 +322,7 @@ static void apply_one(bd_router *router, bd_registry_op *op) {
         }
     }
     pthread_mutex_unlock(&router->names_lock);
+    if (op->after && op->status == BD_OK) log_cut_context(router, op->after);
     if (gone) {
         op->before->keeps_files = op->keeps_files;
         retire(router, op->before);

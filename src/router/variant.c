@@ -8,6 +8,7 @@
 #include <sys/stat.h>
 
 #include "bitdelta/base/file.h"
+#include "bitdelta/hf/checkpoint.h"
 #include "bitdelta/tokenizer/chat_template.h"
 #include "internal.h"
 
@@ -30,6 +31,7 @@ enum { SIDE_FILES = sizeof side_files / sizeof side_files[0] };
 void bd_queue_take_config(bd_router_queue *queue, const bd_model_config *config) {
     bd_served *served = &queue->served;
     uint32_t limit = bd_model_max_len(queue->router->options.model);
+    queue->positions = config->max_positions;
     served->max_model_len = config->max_positions < limit ? config->max_positions : limit;
     served->vocab = config->vocab;
     served->eos_count = config->eos_count;
@@ -105,11 +107,13 @@ static bd_status load_tokenizer(bd_router *router, bd_router_queue *queue, bd_er
 static bd_status check_base(const bd_router *router, const bd_delta *delta, bd_error *err) {
     const char *fingerprint = bd_model_fingerprint(router->options.model);
     if (strcmp(delta->base_fingerprint, fingerprint) == 0) return BD_OK;
+    const int digits = bd_fingerprint_digits(delta->base_fingerprint, fingerprint);
     return bd_fail(
         err, BD_E_MISMATCH, delta->dir,
-        "%s: variant %s was made for base %s with fingerprint %.8s, the base served here "
-        "has %.8s",
-        delta->dir, delta->variant, delta->base, delta->base_fingerprint, fingerprint);
+        "%s: variant %s was made for base %s with fingerprint %.*s, the base served here "
+        "has %.*s",
+        delta->dir, delta->variant, delta->base, digits, delta->base_fingerprint, digits,
+        fingerprint);
 }
 
 /* Logs and metrics of the cache use the served name too. */

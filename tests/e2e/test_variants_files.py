@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import subprocess
 
 import pytest
@@ -183,6 +184,30 @@ def test_a_link_that_leads_nowhere_is_named(launch, folder):
     copy_variant("zen-mini-math", store / "gone")
     reply = rescan(server)
     assert sorted(reply["added"]) == ["zen-mini-math", "zen-mini-sql"] and reply["refused"] == [] == listed()
+
+
+def test_a_cut_context_is_logged_once(launch, folder):
+    """Of one that comes with more positions than the server was started with; not of one like the base, whose limit is for all."""
+    copy_variant("zen-mini-sql", folder.parent / "sql")  # like the base
+    server = launch("--max-model-len", "700", deltas=str(folder.parent))
+
+    def said():
+        return [line for line in server.lines if "max_position_embeddings" in line]
+
+    assert said() == [] and context(server) == [700]
+    for positions in (3000 + secrets.randbelow(1000), 701 + secrets.randbelow(1000)):
+        before = len(said())
+        (folder / "config.json").write_text(base_json("config.json", max_position_embeddings=positions))
+        assert rescan(server)["replaced"] == [C] and context(server) == [700]
+        server.find(rf"level=warn mod=router variant={C} has max_position_embeddings={positions} and is served with max_model_len=700,")
+        os.utime(folder / "config.json", (1e9, 1e9))
+        assert rescan(server)["unchanged"] == 2 == rescan(server)["unchanged"]
+        eventually(lambda: sum("rescan added=0 replaced=0" in line for line in server.lines) == 2 * (before + 1), what="the lines of the rescans")
+        assert len(said()) == before + 1
+    (folder / "config.json").write_text(base_json("config.json", max_position_embeddings=600))
+    assert rescan(server)["replaced"] == [C] and context(server) == [600]
+    eventually(lambda: sum("rescan added=0 replaced=1" in line for line in server.lines) == 3, what="the line of the rescan")
+    assert len(said()) == 2
 
 
 def test_what_needs_more_slots_says_so(launch, tmp_path):

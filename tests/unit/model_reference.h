@@ -535,7 +535,7 @@ static inline void mr_make_delta(const mr_model *m, uint64_t *random, uint32_t p
     snprintf(delta.dir, sizeof delta.dir, "%s", dir);
     MS_OK(bd_checkpoint_fingerprint(m->checkpoint, delta.base_fingerprint, &err), err);
     if (fault->foreign_base)
-        delta.base_fingerprint[5] = delta.base_fingerprint[5] == '0' ? '1' : '0';
+        delta.base_fingerprint[40] = delta.base_fingerprint[40] == '0' ? '1' : '0';
     delta.shard_count = 1;
     delta.entry_count = d.entry_count;
     delta.entries = d.entries;

@@ -87,6 +87,15 @@ static void random_deltas_match_float64(void **state) {
         check_arch(archs[i], &random);
 }
 
+/* Fingerprints that begin alike are shown as far as they differ. */
+static void expect_unlike(const char *message) {
+    char theirs[65], ours[65];
+    assert_int_equal(
+        sscanf(message, "%*[^(](%64[0-9a-f]...), not for this one (%64[0-9a-f]...)", theirs, ours),
+        2);
+    assert_string_not_equal(theirs, ours);
+}
+
 /* Makes a delta with one fault, and expects its refusal to name `subject`. */
 static void expect_refused(const mr_fault *fault, bd_status status, const char *subject) {
     char path[600], dir[256];
@@ -103,6 +112,7 @@ static void expect_refused(const mr_fault *fault, bd_status status, const char *
     print_message("%s: %s\n", bd_status_name(got), err.message);
     assert_int_equal(got, status);
     assert_non_null(strstr(err.message, subject));
+    if (fault->foreign_base) expect_unlike(err.message);
     assert_int_equal(v.plan.piece_count, 0);
     bd_delta_close(&v.delta);
     mr_remove_delta(dir);

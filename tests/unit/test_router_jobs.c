@@ -477,17 +477,24 @@ static void test_another_base(void **state) {
     (void)state;
     world w;
     bd_error err;
-    char was[9], is[9];
+    char was[65], is[65];
     open_world(&w, 2, 20000, 10);
-    memcpy(was, w.model.fingerprint, 8);
-    w.model.fingerprint[7] = w.model.fingerprint[7] == '0' ? '1' : '0';
-    memcpy(is, w.model.fingerprint, 8);
-    was[8] = is[8] = '\0';
-    assert_int_equal(bd_router_add_variant(w.router, "x", "demo/deltas/zen-mini-c", false, &err),
-                     BD_E_MISMATCH);
-    assert_non_null(strstr(err.message, "zen-mini-c"));
-    assert_non_null(strstr(err.message, was));
-    assert_non_null(strstr(err.message, is));
+    /* Up to the digit that differs, but 16 at least. */
+    for (size_t at = 0; at < 64; at++) {
+        char *digit = &w.model.fingerprint[at];
+        const char before = *digit;
+        memcpy(was, w.model.fingerprint, sizeof was);
+        *digit = before == '0' ? '1' : '0';
+        memcpy(is, w.model.fingerprint, sizeof is);
+        was[at < 16 ? 16 : at + 1] = is[at < 16 ? 16 : at + 1] = '\0';
+        assert_int_equal(
+            bd_router_add_variant(w.router, "x", "demo/deltas/zen-mini-c", false, &err),
+            BD_E_MISMATCH);
+        assert_non_null(strstr(err.message, "zen-mini-c"));
+        assert_non_null(strstr(err.message, was));
+        assert_non_null(strstr(err.message, is));
+        *digit = before;
+    }
     assert_null(bd_router_find(w.router, "x", 1, 0));
     assert_int_equal(bd_router_served_count(w.router), 15);
     close_world(&w);

@@ -28,5 +28,7 @@ uint64_t bd_checkpoint_bytes(const bd_checkpoint *checkpoint); /* all tensor byt
 /* Base fingerprint (architecture.md "The delta on disk"): lower-case hex SHA-256. */
 BD_MUST_CHECK bd_status bd_checkpoint_fingerprint(const bd_checkpoint *checkpoint, char hex[65],
                                                   bd_error *err);
+/* How many digits of two fingerprints to print so that they are seen to differ; at least 16. */
+int bd_fingerprint_digits(const char *a, const char *b);
 
 #endif
