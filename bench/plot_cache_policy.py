@@ -68,7 +68,7 @@ def main():
     grid[0][0].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(sys.argv[2], dpi=70)
-    picture = Image.open(sys.argv[2]).convert("RGB").quantize(16, dither=Image.Dither.NONE)  # a quarter of the bytes
+    picture = Image.open(sys.argv[2]).convert("RGB").quantize(32, dither=Image.Dither.NONE)  # a quarter of the bytes
     picture.save(sys.argv[2], optimize=True)
 
 
