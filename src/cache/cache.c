@@ -159,14 +159,16 @@ static bd_status check_pages(const bd_cache *cache, const bd_delta *delta, uint3
         need_pages > cache->largest_need_pages ? need_pages : cache->largest_need_pages;
     if (need_pages == 0 || need_pages > cache->pages.count)
         return bd_fail(err, BD_E_LIMIT, delta->variant,
-                       "needs %" PRIu32 " pages of delta memory, there are %" PRIu32
+                       "needs %" PRIu32 " page%s of delta memory, there %s %" PRIu32
                        "; more --slots give more pages",
-                       need_pages, cache->pages.count);
+                       need_pages, bd_plural(need_pages), cache->pages.count == 1 ? "is" : "are",
+                       cache->pages.count);
     if (need_pages > cache->pages.count - pinned)
         return bd_fail(err, BD_E_LIMIT, delta->variant,
-                       "needs %" PRIu32 " pages of delta memory, %" PRIu64 " of %" PRIu32
-                       " are pinned",
-                       need_pages, pinned, cache->pages.count);
+                       "needs %" PRIu32 " page%s of delta memory, %" PRIu64 " of %" PRIu32
+                       " %s pinned",
+                       need_pages, bd_plural(need_pages), pinned, cache->pages.count,
+                       pinned == 1 ? "is" : "are");
     if (pin_more && pinned + need_pages + largest > cache->pages.count)
         return bd_fail(err, BD_E_LIMIT, delta->variant,
                        "cannot be pinned: with %" PRIu64 " of %" PRIu32
@@ -276,8 +278,10 @@ bd_status bd_cache_unload(bd_cache *cache, bd_variant *variant, bd_error *err) {
     if (variant->state == BD_VARIANT_ABSENT) return BD_OK;
     if (variant->load_active && variant->references == 0)
         return bd_fail(err, BD_BUSY, variant->delta.variant, "its load is being stopped");
+    const bool one = variant->references == 1;
     return bd_fail(err, BD_BUSY, variant->delta.variant,
-                   "%" PRIu32 " requests still use it; it goes when they end", variant->references);
+                   "%" PRIu32 " request%s still use%s it; it goes when %s", variant->references,
+                   one ? "" : "s", one ? "s" : "", one ? "that one ends" : "they end");
 }
 
 void bd_cache_info(const bd_cache *cache, const bd_variant *variant, uint64_t now_us,

@@ -180,8 +180,9 @@ static bd_status check_tensors(const bd_delta *d, uint32_t index, const bd_safet
     }
     if (expected == bd_safetensors_count(file)) return BD_OK;
     return bd_fail(err, BD_E_FORMAT, d->files[index].name,
-                   "%s/%s: %u tensors where delta.json lists %llu", d->dir, d->files[index].name,
-                   bd_safetensors_count(file), (unsigned long long)expected);
+                   "%s/%s: %u tensor%s where delta.json lists %llu", d->dir, d->files[index].name,
+                   bd_safetensors_count(file), bd_plural(bd_safetensors_count(file)),
+                   (unsigned long long)expected);
 }
 
 /* Clients are told the message, too: the path is the subject alone. */

@@ -270,8 +270,9 @@ static bd_status check_contiguous(const bd_safetensors *file, bd_error *err) {
         at += t->bytes;
     }
     if (at == file->file_bytes) return BD_OK;
-    return bd_fail(err, BD_E_FORMAT, file->path, "%s: %llu bytes after the last tensor", file->path,
-                   (unsigned long long)(file->file_bytes - at));
+    return bd_fail(err, BD_E_FORMAT, file->path, "%s: %llu byte%s after the last tensor",
+                   file->path, (unsigned long long)(file->file_bytes - at),
+                   bd_plural(file->file_bytes - at));
 }
 
 static bd_status index_names(bd_safetensors *file, bd_error *err) {

@@ -19,13 +19,14 @@ static bd_status refuse(const bd_memory_plan *plan, const bd_backend_options *ba
                         bd_error *err) {
     return bd_fail(err, BD_E_LIMIT, "memory",
                    "does not fit: %.1f MiB = weights %.1f + workspace %.1f + KV cache %.1f (%u "
-                   "blocks of %u tokens) "
+                   "block%s of %u tokens) "
                    "+ logits %.1f + delta pages %.1f; %.1f MiB are available. Lower the context "
                    "length, the number "
                    "of slots or the rows of a step",
                    mib(plan->total), mib(plan->weights), mib(plan->workspace), mib(plan->kv),
-                   backend->kv_block_count, backend->kv_block_tokens, mib(plan->logits),
-                   mib(plan->deltas), mib(plan->available));
+                   backend->kv_block_count, bd_plural(backend->kv_block_count),
+                   backend->kv_block_tokens, mib(plan->logits), mib(plan->deltas),
+                   mib(plan->available));
 }
 
 static bool on_cpu(const bd_model_options *options) {

@@ -80,9 +80,9 @@ static bd_status check_support(const planner *p, const bd_delta_entry *entry, bd
     }
     if (entry->extra_rows > options->extra_vocab_max) {
         return bd_fail(err, BD_E_UNSUPPORTED, entry->name,
-                       "%s: %s has %llu added rows, there is room for %u", p->delta->dir,
+                       "%s: %s has %llu added row%s, there is room for %u", p->delta->dir,
                        entry->name, (unsigned long long)entry->extra_rows,
-                       options->extra_vocab_max);
+                       bd_plural(entry->extra_rows), options->extra_vocab_max);
     }
     return BD_OK;
 }
@@ -366,8 +366,9 @@ static bd_status check_tables(const planner *p, bd_error *err) {
     p->storage->full_head = own_head ? head && head->kind == BD_DELTA_FULL : p->storage->full_embed;
     if (embed_extra == head_extra) return BD_OK;
     return bd_fail(err, BD_E_MISMATCH, head ? head->name : "lm_head.weight",
-                   "%s/delta.json: the embedding has %llu added rows, the head %llu", p->delta->dir,
-                   (unsigned long long)embed_extra, (unsigned long long)head_extra);
+                   "%s/delta.json: the embedding has %llu added row%s, the head %llu",
+                   p->delta->dir, (unsigned long long)embed_extra, bd_plural(embed_extra),
+                   (unsigned long long)head_extra);
 }
 
 /* Which tables the delta has decides where its layers' pages start. */
@@ -500,9 +501,10 @@ static bd_status check_whole(const planner *p, bd_error *err) {
     }
     if (wanted == p->sign_bytes) return BD_OK;
     return bd_fail(err, BD_E_MISMATCH, "shards",
-                   "%s: its %u shards have %llu of the %llu bytes of signs that rank %u of %u "
+                   "%s: its %u shard%s %s %llu of the %llu bytes of signs that rank %u of %u "
                    "needs",
-                   p->delta->dir, p->delta->shard_count, (unsigned long long)p->sign_bytes,
+                   p->delta->dir, p->delta->shard_count, bd_plural(p->delta->shard_count),
+                   p->delta->shard_count == 1 ? "has" : "have", (unsigned long long)p->sign_bytes,
                    (unsigned long long)wanted, p->model->rank, p->model->rank_count);
 }
 

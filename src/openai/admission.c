@@ -52,11 +52,11 @@ static bool too_large(const bd_completion *completion, const bd_ask *ask, const 
                            "This key's limit of sequences at once is %" PRIu64 ", but the request "
                            "asks for %" PRIu32 " (prompts x %s).",
                            why->most, ask->choices, each);
-    return bd_api_fail(err, BD_API_VALUE,
-                       request->max_tokens_sent ? request->limit_name : request->prompt_name,
-                       "This key may use %" PRIu64 " tokens at once, but the request needs %" PRIu64
-                       " (prompts and new tokens).",
-                       why->most, ask->least);
+    return bd_api_fail(
+        err, BD_API_VALUE, request->max_tokens_sent ? request->limit_name : request->prompt_name,
+        "This key may use %" PRIu64 " token%s at once, but the request needs %" PRIu64
+        " (prompts and new tokens).",
+        why->most, bd_plural(why->most), ask->least);
 }
 
 static bool over_limit(const bd_refused *why, bd_api_error *err) {

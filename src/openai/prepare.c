@@ -12,14 +12,15 @@ enum { DECODER_TAIL_TOKENS = 64 };
 
 static bool over_context(const bd_completion *completion, const char *param, size_t prompt_tokens,
                          bool more, bd_api_error *err) {
+    const int64_t wanted = completion->request.max_tokens_sent || !completion->request.is_chat
+                               ? completion->request.max_tokens
+                               : 1;
     return bd_api_fail(err, BD_API_CONTEXT, param,
                        "This model's maximum context length is %" PRIu32
-                       " tokens, but %s%zu prompt tokens and %" PRId64
-                       " new tokens were requested.",
+                       " tokens, but %s%zu prompt token%s and %" PRId64
+                       " new token%s were requested.",
                        completion->served->max_model_len, more ? "more than " : "", prompt_tokens,
-                       completion->request.max_tokens_sent || !completion->request.is_chat
-                           ? completion->request.max_tokens
-                           : 1);
+                       bd_plural(prompt_tokens), wanted, bd_plural((uint64_t)wanted));
 }
 
 /* Text that is far over the context is not tokenised to its end. */

@@ -41,8 +41,8 @@ static bool parse_prompt_list(const bd_field_context *context, const char *name,
     bd_completion_request *request = context->object;
     if (count > context->prompts_max)
         return bd_api_fail(err, BD_API_LONG_ARRAY, name,
-                           "Invalid '%s': at most %" PRIu32 " prompts.", name,
-                           context->prompts_max);
+                           "Invalid '%s': at most %" PRIu32 " prompt%s.", name,
+                           context->prompts_max, bd_plural(context->prompts_max));
     request->prompts = bd_arena_alloc(context->arena, count, sizeof *request->prompts);
     if (!request->prompts) return bd_out_of_memory(err);
     bd_view item;

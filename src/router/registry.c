@@ -279,9 +279,9 @@ static void register_one(bd_router *router, bd_registry_op *op, bool pinned) {
     op->after->pin = false;
     if (slots > 0)
         bd_log(BD_LOG_WARN, "router",
-               "variant=%s is served unpinned: %s: %s; slots=%u allow %u pins of one plane, one "
+               "variant=%s is served unpinned: %s: %s; slots=%u allow %u pin%s of one plane, one "
                "slot is for the others",
-               served->name, served->dir, fault.message, slots, slots - 1);
+               served->name, served->dir, fault.message, slots, slots - 1, bd_plural(slots - 1));
     else
         bd_log(BD_LOG_WARN, "router", "variant=%s is served unpinned: %s: %s", served->name,
                served->dir, fault.message);

@@ -182,8 +182,8 @@ bool bd_chat_apply_test(bd_chat_run *run, uint32_t id, const bd_chat_value *valu
     size_t wanted = test >= TEST_WITH_ARGUMENT ? 1 : 0;
     int order;
     if (args->count != wanted || args->keyword_count > 0)
-        return bd_chat_fail(run, BD_E_FORMAT, "the test %s takes %zu arguments", tests[id].name,
-                            wanted);
+        return bd_chat_fail(run, BD_E_FORMAT, "the test %s takes %zu argument%s", tests[id].name,
+                            wanted, bd_plural(wanted));
     const bd_chat_value *other = args->items;
     if (test < TEST_WITH_ARGUMENT) return plain_test(run, test, value, out);
     if (test == TEST_IN) return bd_chat_contains(run, value, other, out);
@@ -211,7 +211,8 @@ bool bd_chat_bind(bd_chat_run *run, const char *what, const char *const *paramet
     for (size_t i = 0; i < positional && i < count; i++)
         if (!bd_chat_given(&out[i])) out[i].text = "an argument";
     if (positional > count)
-        return bd_chat_fail(run, BD_E_FORMAT, "%s takes at most %zu arguments", what, count);
+        return bd_chat_fail(run, BD_E_FORMAT, "%s takes at most %zu argument%s", what, count,
+                            bd_plural(count));
     for (size_t i = 0; i < args->keyword_count; i++) {
         const bd_chat_name *name = &run->tmpl->names[args->keywords[i]];
         size_t at = 0;

@@ -334,10 +334,10 @@ static void report_text(const run *r, FILE *to, double change) {
     const double model = (double)bd_checkpoint_bytes(r->tuned_files),
                  delta = (double)r->delta_bytes;
     (void)fprintf(
-        to, "%s%s: %u tensors by sign (%u bit%s, scale per %s), %u in full, %u as in the base\n",
+        to, "%s%s: %u tensor%s by sign (%u bit%s, scale per %s), %u in full, %u as in the base\n",
         r->request->dry_run ? "would write " : "", r->output.path, count_kind(r, BD_DELTA_SIGN),
-        r->planes, r->planes == 1 ? "" : "s", r->scale, count_kind(r, BD_DELTA_FULL),
-        r->plan.equal_count);
+        bd_plural(count_kind(r, BD_DELTA_SIGN)), r->planes, bd_plural(r->planes), r->scale,
+        count_kind(r, BD_DELTA_FULL), r->plan.equal_count);
     (void)fprintf(to, "%llu bytes for a model of %llu (1/%.1f)", (unsigned long long)r->delta_bytes,
                   (unsigned long long)bd_checkpoint_bytes(r->tuned_files),
                   delta > 0.0 ? model / delta : 0.0);

@@ -117,8 +117,9 @@ static bd_status make_prompt(generation *g, bd_error *err) {
     if (g->prompt_count > g->config.max_positions ||
         r->max_tokens > g->config.max_positions - g->prompt_count) {
         return bd_fail(err, BD_E_LIMIT, "--max-tokens",
-                       "%zu prompt tokens and %u new ones are more than the model's %u positions",
-                       g->prompt_count, r->max_tokens, g->config.max_positions);
+                       "%zu prompt token%s and %u new one%s are more than the model's %u positions",
+                       g->prompt_count, bd_plural(g->prompt_count), r->max_tokens,
+                       bd_plural(r->max_tokens), g->config.max_positions);
     }
     return BD_OK;
 }

@@ -95,8 +95,9 @@ static void file_line(delta_report *d, uint32_t index) {
                         : d->r->verify        ? "verified"
                                               : "header checked";
     if (!d->r->json) {
-        bd_strbuf_printf(b, "  %-30s %14llu bytes  %u chunk sums  %s\n", f->name,
-                         (unsigned long long)f->bytes, f->chunk_count, state);
+        bd_strbuf_printf(b, "  %-30s %14llu bytes  %u chunk sum%s  %s\n", f->name,
+                         (unsigned long long)f->bytes, f->chunk_count, bd_plural(f->chunk_count),
+                         state);
         return;
     }
     bd_strbuf_puts(b, index ? ",{" : "{");
@@ -120,7 +121,9 @@ static void entry_line(delta_report *d, uint32_t index) {
     if (!d->r->json) {
         bd_strbuf_printf(b, "  %s  %-52s ", kind, e->name);
         put_shape(b, e->shape, e->rank, ", ");
-        if (e->extra_rows) bd_strbuf_printf(b, " + %llu rows", (unsigned long long)e->extra_rows);
+        if (e->extra_rows)
+            bd_strbuf_printf(b, " + %llu row%s", (unsigned long long)e->extra_rows,
+                             bd_plural(e->extra_rows));
         bd_strbuf_puts(b, "\n");
         return;
     }
@@ -279,7 +282,7 @@ static bd_status inspect_model(report *r, bd_error *err) {
         bd_strbuf_printf(
             &r->text,
             "model        %s\nfingerprint  %s\nsize         %llu bytes of tensors in %u file%s\n",
-            r->path, fingerprint, bytes, files, files == 1 ? "" : "s");
+            r->path, fingerprint, bytes, files, bd_plural(files));
     }
     begin_tensors(r, count);
     for (uint32_t i = 0; i < count; i++)

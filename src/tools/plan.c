@@ -85,20 +85,23 @@ static void write_text(const planned *p, bd_strbuf *b) {
     const uint32_t slots = p->options.delta_slots;
     const uint64_t pages = p->page_bytes ? m->deltas / p->page_bytes : 0;
     const uint64_t kv_tokens = (uint64_t)m->kv_blocks * KV_BLOCK_TOKENS;
-    bd_strbuf_printf(b, "backend %s, %u layers, vocabulary %u, context %u\n", p->ops->name,
-                     p->config.layers, p->config.vocab,
+    bd_strbuf_printf(b, "backend %s, %u layer%s, vocabulary %u, context %u\n", p->ops->name,
+                     p->config.layers, bd_plural(p->config.layers), p->config.vocab,
                      p->options.max_model_len ? p->options.max_model_len : p->config.max_positions);
     if (p->options.rank_count > 1)
         bd_strbuf_printf(b, "%u ranks, each with\n", p->options.rank_count);
     bd_strbuf_printf(b, "%-14s %12s\n", "", "MiB");
     bd_strbuf_printf(b, "%-14s %12.1f\n", "base weights", mib(m->weights));
-    bd_strbuf_printf(b, "%-14s %12.1f  steps of %u rows, %u sequences\n", "workspace",
-                     mib(m->workspace), p->options.rows_max, p->options.seqs_max);
-    bd_strbuf_printf(b, "%-14s %12.1f  %u rows of %u\n", "logits", mib(m->logits),
-                     p->options.logits_rows_max, p->rank.vocab + p->found.extra_rows);
-    bd_strbuf_printf(b, "%-14s %12.1f  %u slots = %llu pages of %.1f MiB, %u a one-plane variant\n",
-                     "delta pages", mib(m->deltas), slots, (unsigned long long)pages,
-                     mib(p->page_bytes), p->slot_pages);
+    bd_strbuf_printf(b, "%-14s %12.1f  steps of %u row%s, %u sequence%s\n", "workspace",
+                     mib(m->workspace), p->options.rows_max, bd_plural(p->options.rows_max),
+                     p->options.seqs_max, bd_plural(p->options.seqs_max));
+    bd_strbuf_printf(b, "%-14s %12.1f  %u row%s of %u\n", "logits", mib(m->logits),
+                     p->options.logits_rows_max, bd_plural(p->options.logits_rows_max),
+                     p->rank.vocab + p->found.extra_rows);
+    bd_strbuf_printf(
+        b, "%-14s %12.1f  %u slot%s = %llu page%s of %.1f MiB, %u a one-plane variant\n",
+        "delta pages", mib(m->deltas), slots, bd_plural(slots), (unsigned long long)pages,
+        bd_plural(pages), mib(p->page_bytes), p->slot_pages);
     const bool least = m->available == 0 && p->options.kv_tokens == 0;
     bd_strbuf_printf(b, "%-14s %12.1f  %llu tokens%s\n", "KV cache", mib(m->kv),
                      (unsigned long long)kv_tokens, least ? " or more, as memory is left" : "");
@@ -116,9 +119,9 @@ static void write_text(const planned *p, bd_strbuf *b) {
         bd_strbuf_puts(b, "available      unknown: no device answers; give --device-bytes\n");
     }
     if (p->found.count || p->found.unreadable)
-        bd_strbuf_printf(b, "deltas found: %u, %llu pages together, the largest %llu%s\n",
+        bd_strbuf_printf(b, "deltas found: %u, %llu page%s together, the largest %llu%s\n",
                          p->found.count, (unsigned long long)p->found.pages,
-                         (unsigned long long)p->found.pages_max,
+                         bd_plural(p->found.pages), (unsigned long long)p->found.pages_max,
                          p->found.unreadable ? "; these cannot be read:" : "");
     if (p->found.unreadable) bd_strbuf_append(b, p->found.faults.data, p->found.faults.len_bytes);
 }

@@ -441,11 +441,11 @@ static void report_json(const run *r) {
 }
 
 static void report_text(const run *r) {
-    (void)fprintf(r->notes, "%s: %u tensors, %u shard%s made %u; %llu bytes, %llu before; %.1f s\n",
-                  r->output.path, r->delta.entry_count, r->delta.shard_count,
-                  r->delta.shard_count == 1 ? "" : "s", r->plan.shards,
-                  (unsigned long long)r->made_bytes, (unsigned long long)r->read_bytes,
-                  bd_progress_seconds(&r->progress));
+    (void)fprintf(
+        r->notes, "%s: %u tensor%s, %u shard%s made %u; %llu bytes, %llu before; %.1f s\n",
+        r->output.path, r->delta.entry_count, bd_plural(r->delta.entry_count), r->delta.shard_count,
+        bd_plural(r->delta.shard_count), r->plan.shards, (unsigned long long)r->made_bytes,
+        (unsigned long long)r->read_bytes, bd_progress_seconds(&r->progress));
     for (uint32_t i = 0; i < r->side_count; i++)
         (void)fprintf(r->notes, "copied %s\n", r->side_files[i]);
 }

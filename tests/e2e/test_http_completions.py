@@ -205,6 +205,8 @@ def test_context_limit(server):
                                  (1, {"max_tokens": 2**31 - 1}, "max_tokens")]:
         message = error_of(ask(count, **fields), 400, "context_length_exceeded", param)
         assert f"This model's maximum context length is {CONTEXT} tokens" in message and str(count) in message
+        assert count != 1 or "but 1 prompt token and" in message
+        assert fields != {"max_tokens": 1} or message.endswith(f" {CONTEXT} prompt tokens and 1 new token were requested.")
     long = server.post("/v1/completions", {"prompt": "word " * 30_000})
     assert f"maximum context length is {CONTEXT} tokens" in error_of(long, 400, "context_length_exceeded", "prompt")
     error_of(server.post("/v1/completions", {"prompt": [[5], [5] * (CONTEXT + 1)]}), 400, "context_length_exceeded", "prompt")

@@ -33,6 +33,9 @@ def test_text_has_every_part():
     text = plan().stdout
     for word in ["base weights", "workspace", "logits", "delta pages", "KV cache", "total", "available", "remains", "14 slots"]:
         assert word in text
+    one = plan("--slots", "1", "--max-seqs", "1", "--logits-rows-max", "1").stdout
+    for word in [", 1 sequence\n", " 1 slot = ", " 1 row of "]:
+        assert word in one
 
 
 def test_refusal_names_the_sum():

@@ -283,10 +283,14 @@ static void test_unload(void **state) {
     make_ready(s, 0, 4);
     assert_int_equal(acquire(s, 0, 5, &lease, NULL), BD_OK);
     assert_int_equal(acquire(s, 0, 5, &other, NULL), BD_OK);
+    bd_error err;
     assert_int_equal(bd_cache_unload(s->cache, s->v[0], NULL), BD_BUSY);
-    assert_int_equal(bd_cache_unload(s->cache, s->v[0], NULL), BD_BUSY);
+    assert_int_equal(bd_cache_unload(s->cache, s->v[0], &err), BD_BUSY);
+    assert_string_equal(err.message, "2 requests still use it; it goes when they end");
     bd_cache_release(s->cache, &lease, 6);
     assert_int_equal(state_of(s, 0), BD_VARIANT_DRAINING);
+    assert_int_equal(bd_cache_unload(s->cache, s->v[0], &err), BD_BUSY);
+    assert_string_equal(err.message, "1 request still uses it; it goes when that one ends");
     assert_int_equal(bd_cache_prefetch(s->cache, s->v[0], 6, NULL), BD_BUSY);
     bd_cache_release(s->cache, &other, 6);
     assert_int_equal(state_of(s, 0), BD_VARIANT_ABSENT);

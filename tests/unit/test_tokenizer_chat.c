@@ -166,6 +166,23 @@ static void test_bounded(void **state) {
     check_render("{{ 'a' + 1 }}", "{}", BD_E_FORMAT, "a string and an integer");
 }
 
+/* One argument, no arguments. */
+static void test_counts_of_arguments(void **state) {
+    (void)state;
+    static const char *const cases[][2] = {
+        {"{{ 1 is divisibleby }}", "line 1: the test divisibleby takes 1 argument"},
+        {"{{ 1 is defined(1) }}", "line 1: the test defined takes 0 arguments"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        bd_strbuf out;
+        bd_error err;
+        bd_strbuf_init(&out, BD_CHAT_OUTPUT_BYTES_MAX);
+        assert_int_equal(render(cases[i][0], "{}", &out, &err), BD_E_FORMAT);
+        assert_string_equal(err.message, cases[i][1]);
+        bd_strbuf_deinit(&out);
+    }
+}
+
 /* Nesting in the source: each is refused, none takes the stack. */
 static void test_deep_source(void **state) {
     (void)state;
@@ -219,9 +236,8 @@ static int answer_lines(void) {
 int main(int argc, char **argv) {
     if (argc == 2 && strcmp(argv[1], "--lines") == 0) return answer_lines();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_goldens),
-        cmocka_unit_test(test_refused_by_name_and_line),
-        cmocka_unit_test(test_bounded),
+        cmocka_unit_test(test_goldens),     cmocka_unit_test(test_refused_by_name_and_line),
+        cmocka_unit_test(test_bounded),     cmocka_unit_test(test_counts_of_arguments),
         cmocka_unit_test(test_deep_source),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

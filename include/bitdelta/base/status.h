@@ -63,6 +63,11 @@ bd_status bd_fail_errno(bd_error *err, bd_status status, const char *subject, in
 
 void bd_error_clear(bd_error *err);
 
+/* For "%u file%s" in what people read. */
+static inline const char *bd_plural(uint64_t count) {
+    return count == 1 ? "" : "s";
+}
+
 /* Our own invariants; stays on in release builds. Prints expression, file, line and aborts. */
 #define BD_ASSERT(condition)                                                                       \
     do {                                                                                           \
