@@ -15,6 +15,7 @@
 
 #include "bitdelta/base/clock.h"
 #include "bitdelta/base/file.h"
+#include "cache/cache_internal.h"
 #include "engine/internal.h"
 #include "loader/loader_internal.h"
 
@@ -78,8 +79,19 @@ static inline void lab_sleep_us(uint64_t us) {
 
 /* ---- The reader ---- */
 
+/* Some load's first layers are there: a stalled loader thread takes nothing that workers summed,
+ * and a block that one of them has had since long may be the first. No load begins meanwhile. */
+static inline bool lab_early(const lab *l) {
+    for (uint32_t i = 0; i < l->variant_count; i++) {
+        const bd_load *load = &l->variants[i]->load;
+        if (!bd_load_finished(load) && atomic_load(&load->ready_count) > 0) return true;
+    }
+    return false;
+}
+
 static inline int32_t lab_on_read(void *ctx, uint64_t offset, uint32_t bytes, int32_t result) {
     lab_reader *reader = ctx;
+    const lab *l = (const lab *)(void *)((char *)ctx - offsetof(lab, reader));
     (void)offset;
     (void)bytes;
     if (result <= 0) return result;
@@ -92,6 +104,10 @@ static inline int32_t lab_on_read(void *ctx, uint64_t offset, uint32_t bytes, in
     for (;;) {
         const uint64_t stall_at = atomic_load(&reader->stall_at);
         if (stall_at == 0 || total < stall_at) break;
+        if (!atomic_load(&reader->stalled) && !lab_early(l)) {
+            lab_sleep_us(20000); /* the next block, then, and its faults */
+            return result;
+        }
         atomic_store(&reader->stalled, true);
         lab_sleep_us(200);
     }

@@ -127,17 +127,18 @@ static bool has_affix(const bd_chat_value *self, const bd_chat_value *affix, boo
     return memcmp(at, affix->text, affix->bytes) == 0;
 }
 
-/* The argument is a string or a tuple of them. */
+/* The argument is a string or a tuple of them, of which none is looked at after one that fits. */
 static bool affix(bd_chat_run *run, const bd_chat_value *self, const bd_chat_value *arg, bool end,
                   bd_chat_value *out) {
     bool tuple = arg->kind == BD_CHAT_LIST && arg->flavour == BD_CHAT_TUPLE;
     size_t count = tuple ? arg->list->count : 1;
     const bd_chat_value *items = tuple ? arg->list->items : arg;
-    *out = bd_chat_bool(false);
-    for (size_t i = 0; i < count; i++) {
+    bool found = false;
+    for (size_t i = 0; i < count && !found; i++) {
         if (!need_text(run, &items[i], end ? "endswith" : "startswith")) return false;
-        if (has_affix(self, &items[i], end)) *out = bd_chat_bool(true);
+        found = has_affix(self, &items[i], end);
     }
+    *out = bd_chat_bool(found);
     return true;
 }
 
