@@ -32,7 +32,7 @@ struct bd_variant { /* stands in for the cache's */
     /* for the router's tests */
     bd_variant_state state;
     uint32_t pages;
-    uint64_t loading_until_us, retry_at_us, last_use_us;
+    uint64_t loading_until_us, last_use_us;
     double rate;
     bool fails, pinned, forgotten;
     bd_error failure; /* of the last failed load */

@@ -7,7 +7,11 @@
 #include "bitdelta/router/router.h"
 #include "engine_fake.h"
 
-enum { FAKE_FILE_BYTES = 3000 }; /* of every variant */
+enum {
+    FAKE_FILE_BYTES = 3000, /* of every variant */
+    /* A failed load stays failed, and its retry as far away, however slow the machine. */
+    FAKE_RETRY_US = 2500000,
+};
 
 /* A model as far as the registry knows it. */
 struct bd_model {
@@ -107,9 +111,8 @@ bd_status bd_cache_acquire(bd_cache *cache, bd_variant *v, uint64_t now_us, bd_l
                            bd_cache_waiter *waiter, bd_error *err) {
     fake_cache_check(cache);
     BD_ASSERT(!v->forgotten);
-    if (v->state == BD_VARIANT_FAILED && now_us < v->retry_at_us)
+    if (v->state == BD_VARIANT_FAILED)
         return bd_fail(err, BD_E_VARIANT, v->name, "planted: a chunk is corrupt");
-    if (v->state == BD_VARIANT_FAILED) v->state = BD_VARIANT_ABSENT;
     if (v->state == BD_VARIANT_READY) {
         fake_cache_lease(cache, v, lease);
         return BD_OK;
@@ -151,13 +154,12 @@ void bd_cache_release(bd_cache *cache, bd_lease *lease, uint64_t now_us) {
     cache->changed = true;
 }
 
-static inline void fake_cache_finish(bd_cache *cache, struct bd_variant *v, uint64_t now_us) {
+static inline void fake_cache_finish(bd_cache *cache, struct bd_variant *v) {
     bd_error err;
     bd_status status = BD_OK;
     if (cache->loads_at_first_end == 0) cache->loads_at_first_end = cache->loads;
     if (v->fails) {
         v->state = BD_VARIANT_FAILED;
-        v->retry_at_us = now_us + 2500000;
         cache->pages_used--;
         status = bd_fail(&err, BD_E_CORRUPT, v->name, "planted: a chunk is corrupt");
         v->failure = err;
@@ -178,7 +180,7 @@ bool bd_cache_poll(bd_cache *cache, uint64_t now_us) {
     for (uint32_t i = 0; i < cache->count; i++) {
         struct bd_variant *v = &cache->variants[i];
         if (v->state == BD_VARIANT_LOADING && now_us >= v->loading_until_us)
-            fake_cache_finish(cache, v, now_us);
+            fake_cache_finish(cache, v);
     }
     bool changed = cache->changed;
     cache->changed = false;
@@ -216,14 +218,14 @@ bd_status bd_cache_unload(bd_cache *cache, bd_variant *variant, bd_error *err) {
 void bd_cache_info(const bd_cache *cache, const bd_variant *variant, uint64_t now_us,
                    bd_variant_info *out) {
     fake_cache_check(cache);
-    (void)now_us;
+    const bool failed = variant->state == BD_VARIANT_FAILED;
     *out = (bd_variant_info){.name = variant->name,
                              .state = variant->state,
                              .file_bytes = FAKE_FILE_BYTES,
                              .references = (uint32_t)variant->leases,
                              .pinned = variant->pinned,
                              .rate_per_s = variant->rate,
-                             .retry_at_us = variant->retry_at_us,
+                             .retry_at_us = failed ? now_us + FAKE_RETRY_US : 0,
                              .failure = variant->failure.status ? &variant->failure : NULL};
 }
 
