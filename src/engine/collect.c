@@ -134,8 +134,7 @@ void bd_engine_deliver(bd_engine *engine, bd_step_buffer *buffer) {
     buffer->pending = false;
 }
 
-static bool reap_list(bd_engine *engine, bd_sequence_list *list) {
-    bool ended = false;
+static void reap_list(bd_engine *engine, bd_sequence_list *list) {
     bd_sequence *next;
     for (bd_sequence *s = list->first; s; s = next) {
         next = s->next;
@@ -144,20 +143,18 @@ static bool reap_list(bd_engine *engine, bd_sequence_list *list) {
         if (!s->cancelled && !idle) continue;
         bd_sequence_over(engine, s, s->cancelled ? BD_FINISH_CANCELLED : BD_FINISH_LENGTH, -1);
         bd_sequence_end(engine, s, NULL);
-        ended = true;
     }
-    return ended;
 }
 
 bool bd_engine_reap(bd_engine *engine) {
-    bool ended = false;
+    const bool wanted = engine->reap_wanted;
     /* A sink's end() may cancel others: once more then. */
     while (engine->reap_wanted) {
         engine->reap_wanted = false;
-        if (reap_list(engine, &engine->running)) ended = true;
-        if (reap_list(engine, &engine->waiting)) ended = true;
+        reap_list(engine, &engine->running);
+        reap_list(engine, &engine->waiting);
     }
-    return ended;
+    return wanted;
 }
 
 void bd_engine_end_all(bd_engine *engine, const bd_error *err) {

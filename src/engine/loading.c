@@ -44,6 +44,7 @@ static void end_members(bd_engine *engine, bd_sequence_list *list, const bd_load
         if (s->lease.load != load || s->undelivered) continue;
         bd_sequence_over(engine, s, BD_FINISH_ERROR, -1);
         bd_sequence_end(engine, s, err);
+        engine->reap_wanted = true; /* there is room now: another turn for what waits outside */
     }
 }
 

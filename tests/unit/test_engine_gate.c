@@ -438,6 +438,36 @@ static void test_all_kinds(void **state) {
     }
 }
 
+/* The engine is full of what waits for a load: when it fails, who was refused gets the room, though
+ * nothing else wakes the engine. */
+static void test_fails_before_any_step(void **state) {
+    (void)state;
+    world w;
+    bd_metrics *metrics = bd_metrics_create(64);
+    const bd_engine_options options = {.decode_delta = true, .metrics = metrics};
+    open_world(&w, &options, 8, 1000); /* blocks of one such request, not of two */
+    w.loads[0].started_us = bd_now_us();
+    client *first = ask(&w, 0, 0, true, 5), *second = ask(&w, 1, 0, true, 5);
+    bd_engine_stats stats = {0};
+    while (stats.running + stats.waiting < 2) {
+        fake_sleep_us(500);
+        bd_engine_stats_get(w.engine, &stats);
+    }
+    client *refused = ask(&w, 2, -1, false, 5);
+    (void)may_stream(&w); /* two turns: in the first it may have come too late */
+    (void)may_stream(&w);
+    assert_true(atomic_load(&refused->wanted));
+    end_load(&w, 0, BD_E_IO);
+    wait_end(first);
+    wait_end(second);
+    wait_end(refused);
+    check_failed(first);
+    check_failed(second);
+    check_right(&w, refused);
+    close_world(&w);
+    bd_metrics_destroy(metrics);
+}
+
 /* What a step waits at the gate is neither the device's time nor without an end. */
 static void test_deadline(void **state) {
     (void)state;
@@ -485,6 +515,7 @@ int main(void) {
         {"fails under a step", test_fails_under_a_step, NULL, NULL, NULL},
         {"two loading", test_two_loading, NULL, NULL, NULL},
         {"all kinds", test_all_kinds, NULL, NULL, NULL},
+        {"fails before any step", test_fails_before_any_step, NULL, NULL, NULL},
         {"deadline", test_deadline, NULL, NULL, NULL},
         {"stop", test_stop, NULL, NULL, NULL},
     };
