@@ -105,7 +105,7 @@ static inline int32_t lab_on_read(void *ctx, uint64_t offset, uint32_t bytes, in
         const uint64_t stall_at = atomic_load(&reader->stall_at);
         if (stall_at == 0 || total < stall_at) break;
         if (!atomic_load(&reader->stalled) && !lab_early(l)) {
-            lab_sleep_us(20000); /* the next block, then, and its faults */
+            lab_sleep_us(100000); /* the next block, then, and its faults */
             return result;
         }
         atomic_store(&reader->stalled, true);
