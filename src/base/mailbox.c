@@ -94,13 +94,7 @@ static void read_event(bd_mailbox *box) {
     if (got == (ssize_t)sizeof value) box->owed -= (int64_t)value;
 }
 
-bd_message *bd_mailbox_take(bd_mailbox *box) {
-    /* The signal is cleared before the list is read: a post that still saw it raised had already
-     * pushed its message, and a later one raises it anew. */
-    if (box->event_fd >= 0 && !box->edges &&
-        (box->owed > 0 || atomic_load(&box->signal) == SIGNAL_RAISED))
-        read_event(box);
-    clear_signal(box);
+bd_message *bd_mailbox_take_for_owner(bd_mailbox *box) {
     bd_message *newest = atomic_exchange(&box->head, NULL);
     bd_message *ordered = NULL;
     size_t count = 0;
@@ -113,6 +107,16 @@ bd_message *bd_mailbox_take(bd_mailbox *box) {
     }
     if (count > 0) atomic_fetch_sub(&box->count, count);
     return ordered;
+}
+
+bd_message *bd_mailbox_take(bd_mailbox *box) {
+    /* The signal is cleared before the list is read: a post that still saw it raised had already
+     * pushed its message, and a later one raises it anew. */
+    if (box->event_fd >= 0 && !box->edges &&
+        (box->owed > 0 || atomic_load(&box->signal) == SIGNAL_RAISED))
+        read_event(box);
+    clear_signal(box);
+    return bd_mailbox_take_for_owner(box);
 }
 
 void bd_mailbox_wait(bd_mailbox *box, uint64_t timeout_us) {

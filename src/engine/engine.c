@@ -1,5 +1,6 @@
 /* engine.c - bd-sched: the loop that turns sequences into steps, and the calls of other threads
- * into turns. Create sizes everything; the decode path allocates nothing. */
+ * into turns. Waking a thread costs more than most turns: who brings a call while bd-sched sleeps
+ * may take its turn. Create sizes everything; the decode path allocates nothing. */
 #include <errno.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -8,6 +9,8 @@
 
 #include "bitdelta/base/clock.h"
 #include "internal.h"
+
+enum { HELP_TURNS_MAX = 4 };
 
 /* ---- Memory ---- */
 
@@ -58,7 +61,7 @@ static void engine_free(bd_engine *engine) {
         buffer_deinit(&engine->buffers[i]);
     free(engine->groups);
     free(engine->picks);
-    pthread_mutex_destroy(&engine->late_lock);
+    pthread_mutex_destroy(&engine->lock);
     free(engine);
 }
 
@@ -140,7 +143,7 @@ bd_status bd_engine_create_on(const bd_engine_options *options, const bd_engine_
     if (status != BD_OK) return status;
     bd_engine *engine = calloc(1, sizeof *engine);
     if (!engine) return bd_fail(err, BD_E_MEMORY, "engine", "out of memory for the engine");
-    pthread_mutex_init(&engine->late_lock, NULL);
+    pthread_mutex_init(&engine->lock, NULL);
     engine->options = *options;
     if (engine->options.prefill_chunk_tokens == 0)
         engine->options.prefill_chunk_tokens = options->rows_max;
@@ -163,8 +166,14 @@ bd_status bd_engine_create_on(const bd_engine_options *options, const bd_engine_
 
 /* ---- The loop ---- */
 
+static const void *my_mark(void) {
+    static _Thread_local char mark; /* its address is the thread's */
+    return &mark;
+}
+
 static void run_calls(bd_engine *engine) {
-    bd_message *message = bd_mailbox_take(engine->inbox);
+    bd_message *message =
+        engine->helped ? bd_mailbox_take_for_owner(engine->inbox) : bd_mailbox_take(engine->inbox);
     while (message) {
         bd_call *call = (bd_call *)message;
         message = message->next; /* run() may free the call */
@@ -273,25 +282,47 @@ static bool turn(bd_engine *engine) {
     return false;
 }
 
-static void wait_for_work(bd_engine *engine) {
-    uint64_t now_us = bd_now_us(), wake_us = UINT64_MAX;
+/* When there is something to do without being told; UINT64_MAX: never. */
+static uint64_t next_wake_us(const bd_engine *engine, uint64_t now_us) {
+    uint64_t wake_us = UINT64_MAX;
     if (engine->options.hooks.next_wake_us && !engine->closed)
         wake_us = engine->options.hooks.next_wake_us(engine->options.hooks.ctx, now_us);
     if (!engine->in_flight && !engine->closed && engine->stream_wake_us < wake_us)
         wake_us = engine->stream_wake_us;
     if (engine->in_flight && !engine->stuck && engine->give_up_us < wake_us)
         wake_us = engine->give_up_us;
+    return wake_us;
+}
+
+static void take_over(bd_engine *engine) {
+    pthread_mutex_lock(&engine->lock);
+    atomic_store(&engine->owner, my_mark());
+}
+
+static void hand_back(bd_engine *engine) {
+    atomic_store(&engine->owner, NULL);
+    pthread_mutex_unlock(&engine->lock);
+}
+
+/* Others may help meanwhile. */
+static void wait_for_work(bd_engine *engine) {
+    const uint64_t now_us = bd_now_us(), wake_us = next_wake_us(engine, now_us);
     uint64_t timeout_us = wake_us == UINT64_MAX ? UINT64_MAX : 0;
     if (wake_us != UINT64_MAX && wake_us > now_us) timeout_us = wake_us - now_us;
+    engine->sleep_until_us = wake_us;
+    hand_back(engine);
     bd_mailbox_wait(engine->inbox, timeout_us);
+    take_over(engine);
 }
 
 static void *engine_main(void *arg) {
     bd_engine *engine = arg;
     pthread_setname_np(pthread_self(), "bd-sched");
-    atomic_store(&engine->owner, (int32_t)gettid());
+    take_over(engine);
+    engine->loops = true;
     while (!atomic_load(&engine->stopping))
         if (!turn(engine)) wait_for_work(engine);
+    engine->loops = false;
     /* The running step ends by itself or by its deadline; its tokens still go out. */
     bd_error err;
     (void)bd_fail(&err, BD_E_SHUTDOWN, "engine", "the server is shutting down");
@@ -307,7 +338,7 @@ static void *engine_main(void *arg) {
     close_engine(engine, &err);
     run_calls(engine);
     publish_stats(engine);
-    atomic_store(&engine->owner, 0);
+    hand_back(engine);
     return NULL;
 }
 
@@ -329,13 +360,10 @@ bd_status bd_engine_start(bd_engine *engine, bd_error *err) {
     return BD_OK;
 }
 
-/* The loop has ended, so nobody owns its state: the lock makes one thread at a time the owner. */
+/* The loop has ended. */
 static void run_late_calls(bd_engine *engine) {
-    int32_t self = (int32_t)gettid();
-    if (atomic_load(&engine->owner) == self)
-        return; /* a call that posts: the loop below comes to it */
-    pthread_mutex_lock(&engine->late_lock);
-    atomic_store(&engine->owner, self);
+    if (bd_engine_on_thread(engine)) return; /* a call that posts: the loop below comes to it */
+    take_over(engine);
     for (bd_message *m = bd_mailbox_take(engine->inbox); m; m = bd_mailbox_take(engine->inbox)) {
         while (m) {
             bd_call *call = (bd_call *)m;
@@ -343,8 +371,7 @@ static void run_late_calls(bd_engine *engine) {
             call->run(call, engine);
         }
     }
-    atomic_store(&engine->owner, 0);
-    pthread_mutex_unlock(&engine->late_lock);
+    hand_back(engine);
 }
 
 void bd_engine_stop(bd_engine *engine) {
@@ -396,8 +423,29 @@ void bd_engine_wake(bd_engine *engine) {
     bd_mailbox_wake(engine->inbox);
 }
 
+/* With the lock: true when bd-sched has to be woken all the same. */
+static bool help(bd_engine *engine) {
+    if (!engine->loops || atomic_load(&engine->stopping)) return true;
+    engine->helped = true;
+    bool more = true;
+    for (uint32_t i = 0; more && i < HELP_TURNS_MAX; i++)
+        more = turn(engine);
+    engine->helped = false;
+    return more || next_wake_us(engine, bd_now_us()) < engine->sleep_until_us;
+}
+
+void bd_engine_help(bd_engine *engine) {
+    bool wake = true;
+    if (!bd_engine_on_thread(engine) && pthread_mutex_trylock(&engine->lock) == 0) {
+        atomic_store(&engine->owner, my_mark());
+        wake = help(engine);
+        hand_back(engine);
+    }
+    if (wake) bd_engine_wake(engine);
+}
+
 bool bd_engine_on_thread(const bd_engine *engine) {
-    return atomic_load(&engine->owner) == (int32_t)gettid();
+    return atomic_load(&engine->owner) == my_mark();
 }
 
 bool bd_engine_lost(const bd_engine *engine) {

@@ -130,8 +130,13 @@ struct bd_engine {
     pthread_t thread;
     bool started, stuck;
     _Atomic bool stopping, stopped, lost;
-    _Atomic int32_t owner;     /* thread id of bd-sched */
-    pthread_mutex_t late_lock; /* calls posted after the loop ended run under it */
+    /* Whose thread holds `lock` is bd-sched: its own but while it sleeps, one that helps, or after
+     * the loop's end one that posts. The next three are the holder's. */
+    pthread_mutex_t lock;
+    _Atomic(const void *) owner; /* the holder's mark; NULL: nobody */
+    bool helped;                 /* this turn is another thread's */
+    bool loops;                  /* bd-sched's own thread is in its loop */
+    uint64_t sleep_until_us;     /* it sleeps no longer than that */
 
     bd_sequence_list waiting, running;
     uint32_t over_count;

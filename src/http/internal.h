@@ -143,6 +143,7 @@ struct bd_shard {
     bool news;         /* the library has to run again before it sleeps */
     uint64_t now_us, leavers_at_us;
     uint32_t submitted, unwoken; /* completions of this turn; those bd-sched was not woken for */
+    bool quiet;                  /* few came in the turn before */
     char name[16];
 };
 

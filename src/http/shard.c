@@ -44,6 +44,7 @@ enum {
     IN_PLACE_MS = 10,
     LOOKS_MAX = 4,   /* of a request in place, before it is suspended */
     WAKE_EVERY = 32, /* requests of a turn */
+    HELP_MAX = 2,    /* requests of the turn before */
     BACKLOG = 1024,
     EXCESS_SECONDS = 2 /* for the head of a request that is refused anyway */
 };
@@ -285,12 +286,17 @@ static void client_left(bd_shard *shard, uint64_t tag) {
 }
 
 static void wake_sched(bd_shard *shard) {
-    if (shard->unwoken > 0) bd_openai_wake(atomic_load(&shard->server->openai));
+    const bd_openai *openai = atomic_load(&shard->server->openai);
+    if (shard->unwoken == 0) return;
+    if (shard->quiet)
+        bd_openai_help(openai);
+    else
+        bd_openai_wake(openai);
     shard->unwoken = 0;
 }
 
 /* Waking bd-sched costs more than most of what it does for a request: the first of a turn does, one
- * in so many, and the turn's end. */
+ * in so many, and the turn's end. Where they come one by one this thread does it itself. */
 void bd_shard_submitted(bd_shard *shard) {
     shard->unwoken++;
     if (shard->submitted++ % WAKE_EVERY == 0) wake_sched(shard);
@@ -379,6 +385,7 @@ static void run_library(bd_shard *shard) {
     shard->run++;
     (void)MHD_run_wait(shard->daemon, inside ? (int32_t)ms : 0);
     wake_sched(shard);
+    shard->quiet = shard->submitted <= HELP_MAX;
     shard->submitted = 0;
 }
 

@@ -264,6 +264,10 @@ void bd_openai_wake(const bd_openai *openai) {
     bd_router_wake(openai->router);
 }
 
+void bd_openai_help(const bd_openai *openai) {
+    bd_router_help(openai->router);
+}
+
 void bd_completion_submit(bd_completion *completion, const bd_completion_sink *sink, void *ctx) {
     const bd_openai *openai = completion->openai; /* the completion may be gone afterwards */
     bd_completion_submit_quietly(completion, sink, ctx);

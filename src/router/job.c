@@ -254,6 +254,10 @@ void bd_router_wake(bd_router *router) {
     bd_engine_wake(router->options.engine);
 }
 
+void bd_router_help(bd_router *router) {
+    bd_engine_help(router->options.engine);
+}
+
 void bd_router_submit(bd_router *router, bd_job *job) {
     bd_router_submit_quietly(router, job);
     bd_router_wake(router);

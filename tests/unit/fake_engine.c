@@ -30,6 +30,8 @@ struct bd_engine {
     bd_mailbox *inbox;
     pthread_mutex_t lock; /* its holder is bd-sched */
     _Atomic int32_t owner;
+    bool helped;
+    uint64_t sleep_until_us;
     pthread_t thread;
     bool paced, started;
     _Atomic bool stopping;
@@ -118,7 +120,8 @@ static void step(bd_engine *engine) {
 /* true: there was something to do. */
 static bool turn(bd_engine *engine) {
     uint64_t now_us = bd_now_us();
-    bd_message *message = bd_mailbox_take(engine->inbox);
+    bd_message *message =
+        engine->helped ? bd_mailbox_take_for_owner(engine->inbox) : bd_mailbox_take(engine->inbox);
     bool worked = message != NULL;
     while (message) {
         bd_call *call = (bd_call *)message;
@@ -134,36 +137,51 @@ static bool turn(bd_engine *engine) {
     return true;
 }
 
-/* As the engine does: without a limit when there is nothing to wait for. */
-static void wait_for_work(bd_engine *engine) {
-    uint64_t now_us = bd_now_us(), wake_us = UINT64_MAX;
+static uint64_t next_wake_us(const bd_engine *engine, uint64_t now_us) {
+    uint64_t wake_us = UINT64_MAX;
     if (engine->options.hooks.next_wake_us)
         wake_us = engine->options.hooks.next_wake_us(engine->options.hooks.ctx, now_us);
-    if (engine->first && engine->next_step_us < wake_us) wake_us = engine->next_step_us;
+    return engine->first && engine->next_step_us < wake_us ? engine->next_step_us : wake_us;
+}
+
+static void take_over(bd_engine *engine) {
+    pthread_mutex_lock(&engine->lock);
+    atomic_store(&engine->owner, (int32_t)gettid());
+}
+
+static void hand_back(bd_engine *engine) {
+    atomic_store(&engine->owner, 0);
+    pthread_mutex_unlock(&engine->lock);
+}
+
+/* As the engine does: without a limit when there is nothing to wait for, and others may help. */
+static void wait_for_work(bd_engine *engine) {
+    const uint64_t now_us = bd_now_us(), wake_us = next_wake_us(engine, now_us);
     uint64_t timeout_us = wake_us == UINT64_MAX ? UINT64_MAX : 0;
     if (wake_us != UINT64_MAX && wake_us > now_us) timeout_us = wake_us - now_us;
+    engine->sleep_until_us = wake_us;
+    hand_back(engine);
     bd_mailbox_wait(engine->inbox, timeout_us);
+    take_over(engine);
 }
 
 static void *run(void *arg) {
     bd_engine *engine = arg;
     (void)pthread_setname_np(pthread_self(), "bd-sched");
-    atomic_store(&engine->owner, (int32_t)gettid());
+    take_over(engine);
     while (!atomic_load(&engine->stopping)) {
         if (!turn(engine)) wait_for_work(engine);
     }
-    atomic_store(&engine->owner, 0);
+    hand_back(engine);
     return NULL;
 }
 
 static void run_here(bd_engine *engine) {
     if (bd_engine_on_thread(engine)) return; /* the loop below comes to it */
-    pthread_mutex_lock(&engine->lock);
-    atomic_store(&engine->owner, (int32_t)gettid());
+    take_over(engine);
     while (turn(engine)) {
     }
-    atomic_store(&engine->owner, 0);
-    pthread_mutex_unlock(&engine->lock);
+    hand_back(engine);
 }
 
 /* ---- engine.h ---- */
@@ -204,8 +222,7 @@ void bd_engine_stop(bd_engine *engine) {
     }
     bd_error err;
     (void)bd_fail(&err, BD_E_SHUTDOWN, "engine", "the server is shutting down");
-    pthread_mutex_lock(&engine->lock);
-    atomic_store(&engine->owner, (int32_t)gettid());
+    take_over(engine);
     while (engine->first) {
         bd_sequence *sequence = engine->first;
         engine->first = sequence->next;
@@ -214,8 +231,7 @@ void bd_engine_stop(bd_engine *engine) {
     engine->last = &engine->first;
     if (engine->options.hooks.closed) engine->options.hooks.closed(engine->options.hooks.ctx, &err);
     engine->options.hooks = (bd_engine_hooks){0};
-    atomic_store(&engine->owner, 0);
-    pthread_mutex_unlock(&engine->lock);
+    hand_back(engine);
 }
 
 void bd_engine_destroy(bd_engine *engine) {
@@ -241,6 +257,22 @@ void bd_engine_post_quietly(bd_engine *engine, bd_call *call) {
 void bd_engine_wake(bd_engine *engine) {
     bd_mailbox_wake(engine->inbox);
     if (atomic_exchange(&engine->quiet, false) && !engine->paced) run_here(engine);
+}
+
+void bd_engine_help(bd_engine *engine) {
+    bool wake = true;
+    if (engine->paced && !bd_engine_on_thread(engine) &&
+        pthread_mutex_trylock(&engine->lock) == 0) {
+        atomic_store(&engine->owner, (int32_t)gettid());
+        if (!atomic_load(&engine->stopping)) {
+            engine->helped = true;
+            wake = turn(engine) && turn(engine);
+            engine->helped = false;
+            wake = wake || next_wake_us(engine, bd_now_us()) < engine->sleep_until_us;
+        }
+        hand_back(engine);
+    }
+    if (wake) bd_engine_wake(engine);
 }
 
 bool bd_engine_on_thread(const bd_engine *engine) {

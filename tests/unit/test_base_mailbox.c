@@ -175,6 +175,38 @@ static void test_wake(void **state) {
     bd_mailbox_destroy(self.box);
 }
 
+static void *take_and_post(void *arg) {
+    waker *self = arg;
+    struct timespec pause = {.tv_nsec = 30000000};
+    nanosleep(&pause, NULL); /* the owner sleeps by then, most likely */
+    assert_null(bd_mailbox_take_for_owner(self->box));
+    atomic_store(&self->woke, true);
+    bd_mailbox_wake(self->box);
+    return NULL;
+}
+
+/* Who takes for the owner leaves it its signal: a sleeper is woken all the same, and a wake() that
+ * came before counts. */
+static void test_take_for_owner(void **state) {
+    (void)state;
+    waker self = {.woke = false};
+    assert_int_equal(bd_mailbox_create(&self.box, 0, false, NULL), BD_OK);
+    bd_message messages[2];
+    assert_int_equal(bd_mailbox_post(self.box, &messages[0]), BD_OK);
+    assert_int_equal(bd_mailbox_post(self.box, &messages[1]), BD_OK);
+    const bd_message *first = bd_mailbox_take_for_owner(self.box);
+    assert_ptr_equal(first, &messages[0]);
+    assert_ptr_equal(first->next, &messages[1]);
+    assert_null(first->next->next);
+    bd_mailbox_wait(self.box, UINT64_MAX); /* would hang if the signal were gone */
+    pthread_t thread;
+    assert_int_equal(pthread_create(&thread, NULL, take_and_post, &self), 0);
+    while (!atomic_load(&self.woke))
+        bd_mailbox_wait(self.box, UINT64_MAX);
+    pthread_join(thread, NULL);
+    bd_mailbox_destroy(self.box);
+}
+
 /* Posted quietly, a message is there but tells nobody; one wake() tells of all of them, and the
  * descriptor is readable no longer than there is something to tell. */
 static void test_quiet(void **state) {
@@ -210,10 +242,10 @@ static void test_quiet(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_futex),   cmocka_unit_test(test_bounded),
-        cmocka_unit_test(test_eventfd), cmocka_unit_test(test_edges),
-        cmocka_unit_test(test_bound),   cmocka_unit_test(test_wake),
-        cmocka_unit_test(test_quiet),
+        cmocka_unit_test(test_futex),          cmocka_unit_test(test_bounded),
+        cmocka_unit_test(test_eventfd),        cmocka_unit_test(test_edges),
+        cmocka_unit_test(test_bound),          cmocka_unit_test(test_wake),
+        cmocka_unit_test(test_take_for_owner), cmocka_unit_test(test_quiet),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

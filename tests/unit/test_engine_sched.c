@@ -251,6 +251,14 @@ static void wait_over(script *s) {
     assert_true(atomic_load(&s->over));
 }
 
+/* This thread is bd-sched now and then. */
+static void help_until_over(script *s) {
+    for (uint32_t i = 0; i < 600000 && !atomic_load(&s->over); i++) {
+        bd_engine_help(s->engine);
+        fake_sleep_us(i % 8 == 0 ? 100 : 1);
+    }
+}
+
 static void check_client(script *s, client *c) {
     const fake_run *alone = &c->alone;
     if (!c->ended) {
@@ -324,7 +332,9 @@ static void run_random(uint64_t seed, bool prefix_cache, bool decode_delta, bool
     for (uint32_t i = 0; i < CLIENTS && payers > 0; i++)
         s.clients[i].options.payer = &s.payers[fake_below(&s.rng, payers)];
     if (unpolled) options.hooks.next_wake_us = NULL;
+    const bool helped = fake_below(&s.rng, 2) == 0;
     start(&s, &options, &fake);
+    if (helped) help_until_over(&s);
     wait_over(&s);
     bd_engine_stats stats;
     bd_engine_stats_get(s.engine, &stats);

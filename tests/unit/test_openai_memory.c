@@ -123,6 +123,10 @@ void bd_router_wake(bd_router *router) {
     (void)router;
 }
 
+void bd_router_help(bd_router *router) {
+    (void)router;
+}
+
 void bd_router_submit_quietly(bd_router *router, bd_job *job) {
     (void)router;
     reserved_now -= job->prompt_count * job->choices_per_prompt;

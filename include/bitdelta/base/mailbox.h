@@ -25,6 +25,8 @@ BD_MUST_CHECK bd_status bd_mailbox_post(bd_mailbox *box, bd_message *message);
 BD_MUST_CHECK bd_status bd_mailbox_post_quietly(bd_mailbox *box, bd_message *message);
 /* Owner thread: whole list in order (linked by next), or NULL. Clears the eventfd. */
 bd_message *bd_mailbox_take(bd_mailbox *box);
+/* Any thread: the same while the owner may sleep in wait(), and goes on to. */
+bd_message *bd_mailbox_take_for_owner(bd_mailbox *box);
 /* Owner thread: sleep until something is posted, wake() is called or timeout_us passed. May return
  * early. */
 void bd_mailbox_wait(bd_mailbox *box, uint64_t timeout_us);

@@ -115,11 +115,15 @@ void bd_engine_stop(bd_engine *engine);
 void bd_engine_destroy(bd_engine *engine); /* stops first if need be; NULL is fine */
 void bd_engine_post(bd_engine *engine,
                     bd_call *call); /* any thread; never fails; run() comes exactly once */
-/* The same for several calls at one go: bd-sched is not woken, bd_engine_wake is to follow. */
+/* The same for several calls at one go: bd-sched is not woken, bd_engine_wake or bd_engine_help is
+ * to follow. */
 void bd_engine_post_quietly(bd_engine *engine, bd_call *call);
 void bd_engine_wake(bd_engine *engine); /* any thread: another turn of the loop */
-bool bd_engine_on_thread(const bd_engine *engine);
-bool bd_engine_lost(const bd_engine *engine); /* any thread: the device is gone */
+/* Any thread that holds no lock which a call or a sink takes: if bd-sched sleeps, this thread is
+ * bd-sched for a turn, in which it runs what was posted; else as bd_engine_wake. */
+void bd_engine_help(bd_engine *engine);
+bool bd_engine_on_thread(const bd_engine *engine); /* this thread is bd-sched now */
+bool bd_engine_lost(const bd_engine *engine);      /* any thread: the device is gone */
 
 /* BD_BUSY: seqs_max in the engine, or one waiting for KV whose payer is not behind this one; ask
  * again in before_step. On anything but

@@ -77,10 +77,12 @@ bool bd_completion_is_stream(const bd_completion *completion);
 bool bd_completion_failed(const bd_completion *completion); /* after done() */
 /* Any thread, once; done() is called exactly once afterwards, perhaps before this returns. */
 void bd_completion_submit(bd_completion *completion, const bd_completion_sink *sink, void *ctx);
-/* The same for several at one go: bd-sched is not woken, bd_openai_wake is to follow. */
+/* The same for several at one go: bd-sched is not woken, bd_openai_wake is to follow, or
+ * bd_openai_help, which is as bd_engine_help. */
 void bd_completion_submit_quietly(bd_completion *completion, const bd_completion_sink *sink,
                                   void *ctx);
 void bd_openai_wake(const bd_openai *openai);
+void bd_openai_help(const bd_openai *openai);
 /* Any thread, any time before destroy. reason BD_CANCELLED: the client left; BD_E_SHUTDOWN: the
  * server ends. done() still comes. */
 void bd_completion_cancel(bd_completion *completion, bd_status reason);

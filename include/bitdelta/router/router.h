@@ -149,9 +149,11 @@ BD_MUST_CHECK bd_status bd_router_reserve(bd_router *router, bd_ask *ask, bd_ref
 void bd_router_unreserve(bd_router *router, const bd_ask *ask);
 /* Any thread. Takes over the reservation; done() is called exactly once, on bd-sched. */
 void bd_router_submit(bd_router *router, bd_job *job);
-/* The same for several jobs at one go: bd-sched is not woken, bd_router_wake is to follow. */
+/* The same for several jobs at one go: bd-sched is not woken, bd_router_wake or bd_router_help (as
+ * bd_engine_help) is to follow. */
 void bd_router_submit_quietly(bd_router *router, bd_job *job);
 void bd_router_wake(bd_router *router);
+void bd_router_help(bd_router *router);
 /* Any thread, after submit and before the creator frees the job; done() still comes. */
 void bd_router_cancel(bd_router *router, bd_job *job);
 void bd_router_drain(bd_router *router);      /* any thread: refuse new work from now on */
