@@ -77,6 +77,7 @@ struct job {
     bd_status (*act)(rank_thread *t);
     rank_thread threads[RANKS_MAX];
     _Atomic uint32_t acting;
+    atomic_bool all_open; /* for those that act only then */
     uint64_t seed;
 };
 
@@ -336,10 +337,23 @@ static void test_a_recording_fails(void **state) {
     finish(&j);
 }
 
+static bd_status reduce_when_all_are_open(rank_thread *t) {
+    while (!atomic_load(&t->job->all_open))
+        usleep(100);
+    return reduce_one(t);
+}
+
+/* They meet in whatever time it takes; after that little of it is allowed. */
 static void test_a_call_never_ends(void **state) {
     (void)state;
-    job j = {.count = 2, .act = reduce_one};
-    run(&j, &(fake_nccl_plan){.call_hang = true}, SHORT_US);
+    pthread_t ids[RANKS_MAX];
+    job j = {.count = 2, .act = reduce_when_all_are_open};
+    start(&j, ids, &(fake_nccl_plan){.call_hang = true}, LONG_US);
+    while (atomic_load(&j.acting) < 2)
+        usleep(100);
+    j.group->wait_us_max = SHORT_US;
+    atomic_store(&j.all_open, true);
+    join(&j, ids);
     for (uint32_t r = 0; r < 2; r++)
         expect_lost(&j.threads[r], j.threads[r].did, "all_reduce: the others did not come");
     finish(&j);
