@@ -77,6 +77,7 @@ static void fill(const bd_sizing *sizing, bd_backend_options *out) {
         .max_model_len = options->max_model_len ? options->max_model_len : config->max_positions,
         .rope_tables_max = options->rope_tables_max ? options->rope_tables_max : 1,
         .extra_vocab_max = options->ops->rows_put ? options->extra_vocab_max : 0,
+        .lora_rank_max = options->lora_rank_max,
     };
     bd_layout layout;
     bd_layout_init(&layout, sizing->local, options->ops);

@@ -170,6 +170,10 @@ void bd_lora_close(bd_lora *lora) {
     free(lora);
 }
 
+uint32_t bd_lora_rank(const bd_lora *lora) {
+    return lora->adapter.rank;
+}
+
 /* ---- on the device ---- */
 
 typedef struct lora_rank { /* where its next matrix goes */

@@ -13,6 +13,7 @@ typedef struct bd_lora bd_lora;
 BD_MUST_CHECK bd_status bd_lora_open(const char *dir, const bd_model_config *config, bd_lora **out,
                                      bd_error *err);
 void bd_lora_close(bd_lora *lora); /* NULL is fine */
+uint32_t bd_lora_rank(const bd_lora *lora);
 /* On each of so many ranks, among which the config can be split. */
 uint64_t bd_lora_device_bytes(const bd_lora *lora, uint32_t rank_count);
 /* Puts every rank's part of A and B at the start of its delta arena, once. *overlay is the lora's.

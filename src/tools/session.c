@@ -166,6 +166,7 @@ static bd_status open_model(bd_session *session, const bd_session_options *optio
         .kv_tokens = options->tokens_max,
         .rope_tables_max = 2,
         .delta_pages = (uint32_t)pages,
+        .lora_rank_max = session->lora ? bd_lora_rank(session->lora) : 0,
         .extra_vocab_max = options->finetuned_dir       ? 0
                            : extra < BD_EXTRA_VOCAB_MAX ? extra
                                                         : BD_EXTRA_VOCAB_MAX,

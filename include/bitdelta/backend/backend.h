@@ -50,6 +50,7 @@ typedef struct bd_backend_options {
     uint64_t delta_bytes;     /* arena for delta pages, page_align_bytes aligned */
     /* vocabulary rows that a variant may add, at most BD_EXTRA_VOCAB_MAX */
     uint32_t extra_vocab_max;
+    uint32_t lora_rank_max; /* CUDA: the largest rank of low-rank adapters that will come */
 } bd_backend_options;
 
 /* Rows of the whole vocabulary. */

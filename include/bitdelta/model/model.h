@@ -33,6 +33,7 @@ typedef struct bd_model_options {
     uint32_t delta_slots; /* alternative to delta_pages: room for this many one-plane variants */
     uint32_t extra_vocab_max; /* vocabulary rows that variants may add; taken as 0 where the backend
                                  cannot */
+    uint32_t lora_rank_max;   /* as in bd_backend_options */
     /* Progress while weights load; may be NULL. */
     void (*progress)(void *ctx, uint64_t done_bytes, uint64_t total_bytes);
     void *progress_ctx;

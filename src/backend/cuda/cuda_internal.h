@@ -118,6 +118,14 @@ typedef struct cuda_whole {
     const int32_t *logits_overlay;     /* on the host */
 } cuda_whole;
 
+/* Of a step with low-rank adapters, which is never replayed either. */
+typedef struct cuda_lora {
+    uint64_t overlays;                   /* a bit for each of the step's that has any; 0: none */
+    const struct k_lora_linear *linears; /* items and columns as cuda_step.linears */
+    const struct k_lora_tile *tiles, *logits_tiles; /* rows of these overlays */
+    uint32_t tile_count, logits_tile_count;
+} cuda_lora;
+
 #define CUDA_GRAPH_BUCKETS  7u /* 1, 2, 4 .. 64 rows */
 #define CUDA_GRAPH_ROWS_MAX 64u
 #define CUDA_GRAPH_VARIANTS 16u
@@ -170,6 +178,7 @@ typedef struct bd_cuda {
     float *(*norms)[BD_NORM_COUNT];
     /* workspace */
     float *residual, *proj, *q_in, *k_in, *v_in, *gate, *up, *logits, *scratch, *rope;
+    float *lora_t;      /* x A^T: [matrices][rows][lora_rank_max]; planned where that is not 0 */
     float *logits_part; /* of several ranks: [logits rows][vocabulary rows of a rank] */
     uint16_t *normed, *q, *attn, *act, *head_in;
     k_sample_result *results, *results_host;
@@ -179,6 +188,7 @@ typedef struct bd_cuda {
     cuda_uploads uploads;
     cuda_step step;
     cuda_whole whole;
+    cuda_lora lora;
     cuda_fast fast;
     cuda_fast_step fast_step;
     cuda_attention attention;
@@ -265,6 +275,19 @@ bool cuda_whole_fill(bd_cuda *cuda, const bd_step *step);
 bd_status cuda_whole_embed(bd_cuda *cuda, const bd_step *step, bd_error *err);
 /* Over the base's logits, in `head` (the rank's part), and those of added rows behind them. */
 bd_status cuda_whole_head(bd_cuda *cuda, const bd_step *step, float *head, bd_error *err);
+
+/* lora.c: low-rank adapters. Which of the step's variants have any; BD_E_LIMIT: one of a rank that
+ * the workspace was not planned for. */
+bd_status cuda_lora_check(bd_cuda *cuda, const bd_step *step, bd_error *err);
+/* Tables for the three below, after cuda_step's. false: they do not fit. */
+bool cuda_lora_fill(bd_cuda *cuda, const bd_step *step);
+bd_status cuda_lora_embed(bd_cuda *cuda, const bd_step *step, bd_error *err);
+/* Over what the group's linears wrote, before anybody reads it; fast: 16-bit, where fast.c puts it.
+ */
+bd_status cuda_lora_linear(bd_cuda *cuda, const bd_step *step, uint32_t layer, bd_group group,
+                           bool fast, bd_error *err);
+/* Over the logits in `logits`, the rank's part. */
+bd_status cuda_lora_head(bd_cuda *cuda, const bd_step *step, float *logits, bd_error *err);
 
 /* graphs.c: recordings of whole decode steps. */
 uint32_t cuda_recordings(const bd_backend_options *options); /* how many will be made */

@@ -11,7 +11,7 @@
  * launched, which took no longer there (8B shape, 64 rows: 9.4 ms either way).
  *
  * A step with a variant that keeps rows of the vocabulary whole is launched: their addresses are
- * the host's.
+ * the host's. So is one with a low-rank adapter, which has launches that no recording has.
  *
  * Of several ranks all have recordings or none has, and all replay the same ones, since what a step
  * is compared by follows from its rows and shapes alone: a recorded sum is of the padded rows.
@@ -81,7 +81,8 @@ static bool decodes(const bd_step *step) {
 }
 
 const cuda_graph *cuda_graph_begin(bd_cuda *cuda, const bd_step *step) {
-    if (!cuda->graphs || !decodes(step) || cuda_step_has_whole(step)) return NULL;
+    if (!cuda->graphs || !decodes(step) || cuda_step_has_whole(step) || cuda->lora.overlays)
+        return NULL;
     uint32_t bucket = 0;
     while (1u << bucket < step->row_count)
         bucket++;

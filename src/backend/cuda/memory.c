@@ -102,6 +102,10 @@ static void workspace_carve(bd_cuda *cuda, const cuda_shape *shape, const bd_bac
     CARVE(overflow, sizeof *cuda->overflow);
     CARVE(rope, (size_t)o->rope_tables_max * o->max_model_len * o->config->rope.rotary_dim * 4);
     CARVE(upload.device, cuda_upload_bytes(o, shape));
+    if (o->lora_rank_max) { /* of q, k and v side by side, or of the head */
+        const size_t most = 3 * rows > logits ? 3 * rows : logits;
+        CARVE(lora_t, most * o->lora_rank_max * 4);
+    }
     const size_t fused = shape->q_width + 2 * (size_t)shape->kv_width,
                  gated = 2 * (size_t)shape->ffn;
     CARVE(fast.fused, rows * (fused > gated ? fused : gated) * 2);

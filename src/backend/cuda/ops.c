@@ -26,6 +26,7 @@ bd_status cuda_embed(bd_backend *backend, const bd_step *step, bd_error *err) {
                                .scale = cuda->config->embed_scale,
                                .fp16 = cuda->fp16};
     bd_status s = cuda_check(cuda, k_embed(&args, cuda->stream), "embedding", err);
+    if (s == BD_OK) s = cuda_lora_embed(cuda, step, err);
     if (s == BD_OK) s = cuda_whole_embed(cuda, step, err);
     if (s != BD_OK || !cuda->options.comm) return s;
     const uint64_t count = (uint64_t)step->row_count * cuda->shape.hidden;
@@ -142,8 +143,9 @@ bd_status cuda_linear(bd_backend *backend, const bd_step *step, uint32_t layer, 
     bd_cuda *cuda = cuda_of(backend);
     if (cuda->replay) return BD_OK;
     const bool fast = cuda->fast_step.usable && cuda->fast.groups[group].fast;
-    const bd_status s =
+    bd_status s =
         fast ? cuda_fast_linear(cuda, layer, group, err) : plain_linear(cuda, layer, group, err);
+    if (s == BD_OK) s = cuda_lora_linear(cuda, step, layer, group, fast, err);
     if (s != BD_OK) return s;
     if (group == BD_GROUP_QKV) cuda->qkv_half = fast;
     if (group == BD_GROUP_O || group == BD_GROUP_DOWN) {
@@ -193,6 +195,7 @@ bd_status cuda_head(bd_backend *backend, const bd_step *step, bd_error *err) {
                                            (int32_t)cuda->shape.hidden, cuda->stream),
                              "head", err);
     if (s == BD_OK && !cuda->whole.covers) s = table_head(cuda, logits, err);
+    if (s == BD_OK && !cuda->whole.covers) s = cuda_lora_head(cuda, step, logits, err);
     return s == BD_OK ? cuda_whole_head(cuda, step, logits, err) : s;
 }
 

@@ -8,6 +8,7 @@
 #include "bitdelta/base/clock.h"
 #include "bitdelta/base/rng.h"
 #include "cuda_internal.h"
+#include "lora.h"
 #include "upload.h"
 
 static size_t embed_blocks_max(const cuda_shape *shape) {
@@ -33,6 +34,9 @@ size_t cuda_upload_bytes(const bd_backend_options *o, const cuda_shape *shape) {
     bytes += o->rows_max * sizeof(void *) + o->logits_rows_max * (sizeof(k_tile) + 4); /* whole.c */
     bytes += CUDA_OVERLAYS_MAX * (items * sizeof(k_overlay_linear) +
                                   (shape->layers + 1u) * BD_NORM_COUNT * sizeof(void *));
+    if (o->lora_rank_max)
+        bytes += CUDA_OVERLAYS_MAX * items * sizeof(k_lora_linear) +
+                 ((size_t)o->rows_max + o->logits_rows_max) * sizeof(k_lora_tile);
     return bytes + 64 * 256;
 }
 
@@ -214,18 +218,11 @@ static void linear_fill(k_overlay_linear *out, const bd_overlay_linear *in, uint
     if (in->plane_count > *planes_max) *planes_max = in->plane_count;
 }
 
-/* BD_E_UNSUPPORTED for what this backend has no kernel for. */
-static bd_status overlays_check(const bd_cuda *cuda, const bd_step *step, bd_error *err) {
+static bd_status overlays_check(bd_cuda *cuda, const bd_step *step, bd_error *err) {
     if (step->overlay_count > CUDA_OVERLAYS_MAX)
         return bd_fail(err, BD_E_LIMIT, "step", "%u variants in one step, at most %u",
                        step->overlay_count, CUDA_OVERLAYS_MAX);
-    const uint32_t count = cuda->shape.layers * BD_LINEAR_COUNT;
-    for (uint32_t v = 0; v < step->overlay_count; v++)
-        for (uint32_t i = 0; i < count; i++)
-            if (step->overlays[v]->linears[i].lora_rank)
-                return bd_fail(err, BD_E_UNSUPPORTED, "lora",
-                               "low-rank adapters run on the CPU backend only (--backend cpu)");
-    return BD_OK;
+    return cuda_lora_check(cuda, step, err);
 }
 
 static bool overlays_fill(bd_cuda *cuda, const bd_step *step) {
@@ -272,7 +269,7 @@ bd_status cuda_tables_fill(bd_cuda *cuda, const bd_step *step, bool fixed, bd_er
     if (rows_fill(cuda, step, fixed) && seqs_fill(cuda, step) && logits_fill(cuda, step, fixed) &&
         overlays_fill(cuda, step) && cuda_fast_step_fill(cuda, step) &&
         cuda_attention_fill(cuda, step, fixed) && cuda_whole_fill(cuda, step) &&
-        blocks_fill(cuda, step))
+        cuda_lora_fill(cuda, step) && blocks_fill(cuda, step))
         return BD_OK;
     return bd_fail(err, BD_E_LIMIT, "step", "its tables exceed %zu bytes", cuda->upload.cap_bytes);
 }
