@@ -123,7 +123,7 @@ stage_sanitizers() {
     for what in gemm,decode lean mixed rows; do
         keep sanitizers.txt 60 env BD_GPU_KERNELS=$what "$sanitizer" --tool memcheck --error-exitcode 9 "$build/tests/test_gpu_fast" 1
     done
-    for what in sampling attention; do
+    for what in sampling attention lora; do
         for tool in memcheck racecheck; do
             keep sanitizers.txt 50 "$sanitizer" --tool $tool --error-exitcode 9 "$build/tests/test_gpu_$what" 1
         done

@@ -21,10 +21,19 @@ typedef struct mr_tensor {
     uint32_t rows, cols; /* cols 0: a vector */
 } mr_tensor;
 
+typedef struct mr_lora { /* a low-rank pair on one matrix: + scale * b a */
+    char name[96];
+    uint32_t rank, rows, cols;
+    float scale;
+    float *a, *b; /* [rank, cols], [rows, rank] */
+} mr_lora;
+
 typedef struct mr_model {
     bd_model_config config;
     bd_checkpoint *checkpoint;
-    bd_safetensors *delta;             /* NULL: the base */
+    bd_safetensors *delta; /* NULL: the base */
+    mr_lora *loras;
+    uint32_t lora_count;
     mr_tensor tensors[MR_TENSORS_MAX]; /* canonical, in the order of a delta's data */
     uint32_t count;
     /* What deltas of it are like; zero: an ordinary one. */
@@ -96,7 +105,36 @@ static inline void mr_add_head(mr_model *m) {
     m->own_head = true;
 }
 
+/* Of random values, as large as the matrix's own; rows and cols as in the list of names. */
+static inline mr_lora *mr_add_lora(mr_model *m, uint64_t *random, const char *name, uint32_t rank) {
+    m->loras = realloc(m->loras, (m->lora_count + 1) * sizeof *m->loras);
+    assert_non_null(m->loras);
+    mr_lora *l = &m->loras[m->lora_count++];
+    *l = (mr_lora){.rank = rank, .scale = 0.25f + (float)(support_random(random) % 64) / 64};
+    snprintf(l->name, sizeof l->name, "%s", name);
+    for (uint32_t i = 0; i < m->count; i++)
+        if (strcmp(m->tensors[i].name, name) == 0)
+            l->rows = m->tensors[i].rows, l->cols = m->tensors[i].cols;
+    assert_true(l->rows > 0 && l->cols > 0 && rank > 0);
+    const size_t counts[2] = {(size_t)rank * l->cols, (size_t)l->rows * rank};
+    float **const values[2] = {&l->a, &l->b};
+    for (int k = 0; k < 2; k++) {
+        *values[k] = calloc(counts[k], sizeof(float));
+        assert_non_null(*values[k]);
+        const double size = k == 0 ? 1 / sqrt(l->cols) : 1 / sqrt(rank);
+        for (size_t i = 0; i < counts[k]; i++)
+            (*values[k])[i] =
+                (float)(((double)(support_random(random) >> 40) * 0x1p-23 - 1) * size);
+    }
+    return l;
+}
+
 static inline void mr_close(mr_model *m) {
+    for (uint32_t i = 0; i < m->lora_count; i++) {
+        free(m->loras[i].a);
+        free(m->loras[i].b);
+    }
+    free(m->loras);
     bd_safetensors_close(m->delta);
     bd_checkpoint_close(m->checkpoint);
 }
@@ -143,8 +181,8 @@ static inline const bd_tensor *mr_fused(const mr_model *m, const char *name, uin
     return NULL;
 }
 
-/* The variant's weight in float64; the caller frees. */
-static inline double *mr_weight(const mr_model *m, const char *name) {
+/* The variant's weight in float64 but for low-rank pairs; the caller frees. */
+static inline double *mr_weight_of_files(const mr_model *m, const char *name) {
     const mr_tensor *t = mr_find(m, name);
     const uint64_t cols = t->cols ? t->cols : 1, count = t->rows * cols;
     uint64_t first_row = 0;
@@ -178,6 +216,22 @@ static inline double *mr_weight(const mr_model *m, const char *name) {
             memcpy(&s, scale->data + 4 * (i / cols), sizeof s);
             w[i] += sign->data[i / 8] >> (i % 8) & 1 ? (double)s : -(double)s;
         }
+    }
+    return w;
+}
+
+/* The variant's weight in float64; the caller frees. */
+static inline double *mr_weight(const mr_model *m, const char *name) {
+    double *w = mr_weight_of_files(m, name);
+    for (uint32_t i = 0; i < m->lora_count; i++) {
+        const mr_lora *l = &m->loras[i];
+        if (strcmp(l->name, name) != 0) continue;
+        for (uint32_t row = 0; row < l->rows; row++)
+            for (uint32_t r = 0; r < l->rank; r++) {
+                const double b = (double)l->scale * (double)l->b[(size_t)row * l->rank + r];
+                for (uint32_t c = 0; c < l->cols; c++)
+                    w[(size_t)row * l->cols + c] += b * (double)l->a[(size_t)r * l->cols + c];
+            }
     }
     return w;
 }
