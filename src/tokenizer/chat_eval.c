@@ -203,10 +203,16 @@ static double float_result(bd_chat_op op, double a, double b) {
     default:
         break;
     }
+    /* In CPython's order, whose roundings and signs of zero these are. */
     rest = fmod(a, b);
-    if (rest != 0 && (rest < 0) != (b < 0)) rest += b;
+    double quotient = (a - rest) / b;
+    if (rest != 0 && (rest < 0) != (b < 0)) {
+        rest += b;
+        quotient -= 1;
+    }
     if (op == BD_CHAT_OP_MODULO) return rest == 0 ? copysign(0, b) : rest;
-    double quotient = (a - rest) / b, whole = floor(quotient);
+    if (quotient == 0) return copysign(0, a / b);
+    const double whole = floor(quotient);
     return quotient - whole > 0.5 ? whole + 1 : whole;
 }
 

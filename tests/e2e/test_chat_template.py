@@ -60,6 +60,26 @@ def test_random_templates():
     assert counts["same"] > SNIPPETS // 4 and counts["refused"] < SNIPPETS // 20, counts
 
 
+NUMBERS = ["0", "1", "3", "-7", "true", str(2**62), str(-(2**63) + 1), "-0.0", "0.1", "-0.3", "-2.0", "7.5", "-1e300", "1e-310", "1e308 * 10", "-1e308 * 10",
+           "1e308 * 10 - 1e308 * 10"]
+
+
+def test_arithmetic():
+    """Each operator over each pair: signs of zero, the last bit, what overflows, what has no answer."""
+    lines = [{"template": f"{{{{ ({a}) {op} ({b}) }}}}", "variables": {}}
+             for op in ("+", "-", "*", "/", "//", "%") for a in NUMBERS for b in NUMBERS]
+    counts = compare(lines, "fixed")
+    assert counts["same"] > len(lines) * 3 // 4, counts
+
+
+RARE = ["{{ 'abc'.startswith(('', 5)) }}", "{{ 'abc'.endswith(('c', none)) }}", "{{ 1e3 % -2 // -1 }}", "{{ -(not none) / 1 // -2 }}"]
+
+
+def test_rare_templates():
+    """What random templates found once."""
+    compare([{"template": template, "variables": {}} for template in RARE], "fixed")
+
+
 @pytest.mark.parametrize("path", sorted((DATA / "templates").iterdir()), ids=lambda path: path.stem)
 def test_random_conversations(path):
     seed = random.SystemRandom().getrandbits(32)
