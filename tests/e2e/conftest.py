@@ -195,7 +195,7 @@ def launch():
             assert one.stop() == 0, "\n".join(one.lines[-40:])
 
 
-def eventually(condition, seconds=10, what="condition"):
+def eventually(condition, seconds=60, what="condition"):
     end = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < end, f"{what} did not come"
