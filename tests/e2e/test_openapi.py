@@ -47,10 +47,10 @@ def test_described_api(described, tmp_path):
         pytest.skip("no schemathesis here")
     command = [program, "run", described.url + "/openapi.json", "--checks", CHECKS, "--phases", "coverage,fuzzing", "--max-examples", "5", "--seed", "7",
                "--generation-deterministic", "--no-shrink", "--warnings", "off", "--no-color", "--continue-on-failure",
-               "--suppress-health-check", "all", "--request-timeout", "30"]
+               "--suppress-health-check", "all", "--request-timeout", "300"]  # one asks for 1024 prompts
     (tmp_path / "hooks.py").write_text(HOOKS)
     environment = os.environ | {"SCHEMATHESIS_HOOKS": "hooks", "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([str(part) for part in command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([str(part) for part in command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout[-9000:] + done.stderr[-2000:]
 
 

@@ -427,8 +427,11 @@ def test_retired_while_a_cold_variant_waits(launch, deltas, tmp_path, wait, repl
             refusals.append((error_of(answer, 503, "variant_unavailable"), int(answer.headers["retry-after"])))
         statuses.append((model, answer.status_code))
 
-    threads = [threading.Thread(target=ask, args=(C, 1800 if replace else 900)) for _ in range(12)]
-    for thread in threads:
+    threads = [threading.Thread(target=ask, args=(C, 1800 if replace or running else 900)) for running in [True] * 2 + [False] * 10]
+    for thread in threads[:2]:
+        thread.start()
+    eventually(lambda: server.metric("vllm:num_requests_running") == 2, what="running requests")
+    for thread in threads[2:]:
         thread.start()
     eventually(lambda: server.metric("vllm:num_requests_waiting") == 10, what="queue")
     threads.append(threading.Thread(target=ask, args=(SQL, 2)))

@@ -122,16 +122,17 @@ static void test_cors(void **state) {
         "Access-Control-Expose-Headers: x-request-id, retry-after");
 }
 
-/* Sends one byte every 100 ms for at most 8 s; microseconds until the server cut it off. */
+/* Sends one byte every 100 ms, for less than the time that heads and bodies have by default;
+ * microseconds until the server cut it off, 0 when it did not. */
 static uint64_t drip(int fd, const char *text) {
     uint64_t started_us = bd_now_us();
-    for (size_t i = 0; i < 80; i++) {
+    for (size_t i = 0; i < 250; i++) {
         char byte = text[i % strlen(text)];
-        if (send(fd, &byte, 1, MSG_NOSIGNAL) != 1) break;
         struct pollfd wait = {.fd = fd, .events = POLLIN | POLLRDHUP};
-        if (poll(&wait, 1, 100) > 0) break;
+        if (send(fd, &byte, 1, MSG_NOSIGNAL) != 1 || poll(&wait, 1, 100) > 0)
+            return bd_now_us() - started_us;
     }
-    return bd_now_us() - started_us;
+    return 0;
 }
 
 static void test_deadlines(void **state) {
@@ -141,12 +142,12 @@ static void test_deadlines(void **state) {
     say(fd, "GET /version HTTP/1.1\r\nX: ");
     uint64_t head_us = drip(fd, "y");
     close(fd);
-    assert_true(head_us > 500000 && head_us < 6000000);
+    assert_true(head_us > 500000);
     fd = dial();
     say(fd, "POST /ping HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n");
     uint64_t body_us = drip(fd, "y");
     close(fd);
-    assert_true(body_us > 500000 && body_us < 6000000);
+    assert_true(body_us > 500000);
     fd = dial(); /* between requests: idle and header time together */
     say(fd, "GET /version HTTP/1.1\r\nHost: x\r\n\r\n");
     assert_true(listen_to(fd, answer, sizeof answer, 8));
