@@ -224,15 +224,19 @@ static uint64_t later(uint64_t now_us, uint64_t span_us, uint64_t times) {
     return span_us == 0 || span_us > UINT64_MAX / 8 ? UINT64_MAX : now_us + span_us * times;
 }
 
+/* Of a step that begins now. Twice, since the launch itself may wait for the device, or for half
+ * the deadline at the gate of a loading variant. */
+static uint64_t give_up_time(const bd_engine *engine, uint64_t now_us) {
+    return later(now_us, engine->options.step_deadline_us, 2);
+}
+
 static bool launch(bd_engine *engine) {
     if (engine->in_flight || engine->closed) return false;
     bd_step_buffer *buffer = bd_engine_build(engine);
     if (!buffer) return false;
     uint64_t now_us = bd_now_us();
     engine->in_flight = buffer;
-    /* Twice, since the launch itself may wait for the device, or for half the deadline at the gate
-     * of a loading variant. */
-    engine->give_up_us = later(now_us, engine->options.step_deadline_us, 2);
+    engine->give_up_us = give_up_time(engine, now_us);
     bd_executor_submit(engine->executor, &buffer->step, buffer->gated ? &buffer->gate : NULL,
                        buffer->results, later(now_us, engine->options.step_deadline_us, 1));
     return true;
@@ -304,9 +308,12 @@ static void hand_back(bd_engine *engine) {
     pthread_mutex_unlock(&engine->lock);
 }
 
-/* Others may help meanwhile. */
+/* Others may help meanwhile. A step that one of them begins is given up no sooner than this sleep
+ * ends, so that its deadline wakes nobody now. */
 static void wait_for_work(bd_engine *engine) {
-    const uint64_t now_us = bd_now_us(), wake_us = next_wake_us(engine, now_us);
+    const uint64_t now_us = bd_now_us(), latest_us = give_up_time(engine, now_us);
+    uint64_t wake_us = next_wake_us(engine, now_us);
+    if (latest_us < wake_us) wake_us = latest_us;
     uint64_t timeout_us = wake_us == UINT64_MAX ? UINT64_MAX : 0;
     if (wake_us != UINT64_MAX && wake_us > now_us) timeout_us = wake_us - now_us;
     engine->sleep_until_us = wake_us;
