@@ -54,7 +54,7 @@ if [ $quick = 0 ]; then
     run_ctest build-asan asan
     say "build: clang with ThreadSanitizer"
     check build-tsan build_tree build-tsan -DCMAKE_C_COMPILER=clang -DBD_CUDA=off -DBD_SANITIZE=thread
-    run_ctest build-tsan tsan 'tp_(comm|loads)|base_(mailbox|pool|metrics)|tokenizer_threads|loader|cache|engine_[gkrs]|router|http'
+    run_ctest build-tsan tsan 'tp_(comm|loads)|base_(mailbox|pool|metrics)|tokenizer_threads|loader|cache|engine_[ghkrs]|router|http'
     check tsan-server env BITDELTA_BIN=$PWD/build-tsan/bitdelta .venv/bin/python tests/soak.py --seconds 20 --clients 4
     say "build: arm64, run under emulation"
     if arm64_ready; then
