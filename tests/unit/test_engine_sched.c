@@ -476,7 +476,9 @@ static void test_rotation(void **state) {
     free(s.clients);
 }
 
-enum { HELD_STEP = 40 }; /* by then much is running and much is still to come */
+/* By then much is running and much is still to come: the first clients have a token a step at most,
+ * and half of theirs left. */
+enum { HELD_STEP = NEW_MAX / 2, STEADY = 8 };
 
 typedef enum trouble {
     TROUBLE_STOP,
@@ -533,6 +535,8 @@ static void run_trouble(trouble kind) {
     assert_non_null(s.clients);
     for (uint32_t i = 0; i < CLIENTS; i++)
         make_client(&s, &s.clients[i], variants, VARIANTS, true);
+    for (uint32_t i = 0; i < STEADY; i++)
+        make_plain(&s.clients[i], 3, NEW_MAX);
     atomic_store(&fake.hold_from, HELD_STEP);
     start(&s, &options, &fake);
     make_trouble(&s, &fake, kind);
