@@ -131,7 +131,7 @@ struct bd_engine {
     bool started, stuck;
     _Atomic bool stopping, stopped, lost;
     /* Whose thread holds `lock` is bd-sched: its own but while it sleeps, one that helps, or after
-     * the loop's end one that posts. The next three are the holder's. */
+     * the loop's end one that posts. `helped` to `sleep_until_us` are the holder's. */
     pthread_mutex_t lock;
     _Atomic(const void *) owner; /* the holder's mark; NULL: nobody */
     bool helped;                 /* this turn is another thread's */
