@@ -160,13 +160,33 @@ static void release_block(bd_loader *loader, bd_block *block) {
     loader->free_blocks = block;
 }
 
-/* The backend is done with what was fed before. */
-static void release_lent(bd_loader *loader) {
-    for (bd_block *block = loader->lent_blocks, *next; block; block = next) {
+static void release_blocks(bd_loader *loader, bd_block *list) {
+    for (bd_block *block = list, *next; block; block = next) {
         next = block->next;
         release_block(loader, block);
     }
+}
+
+/* The backend is done with what was fed before. */
+static void release_lent(bd_loader *loader) {
+    release_blocks(loader, loader->lent_blocks);
     loader->lent_blocks = NULL;
+}
+
+/* The blocks that are lent for one load; another's stay, whose bytes are still being copied. */
+static bd_block *take_lent_of(bd_loader *loader, const bd_load_job *job) {
+    bd_block *taken = NULL;
+    for (bd_block **link = &loader->lent_blocks; *link;) {
+        bd_block *block = *link;
+        if (block->job != job) {
+            link = &block->next;
+            continue;
+        }
+        *link = block->next;
+        block->next = taken;
+        taken = block;
+    }
+    return taken;
 }
 
 static void start_read(bd_loader *loader, bd_block *block) {
@@ -348,9 +368,9 @@ static bool end_jobs(bd_loader *loader) {
         share_reads(loader);
         any = true;
         bd_load *load = job->load;
-        const bool waits = job->feed != NULL;
-        bd_load_job_end(job);
-        if (waits) release_lent(loader); /* a feed's end waits for all that was given */
+        bd_block *lent = take_lent_of(loader, job);
+        bd_load_job_end(job); /* a feed's end waits for all that it was given */
+        release_blocks(loader, lent);
         finish_load(loader, load);
     }
     return any;

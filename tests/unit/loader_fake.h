@@ -142,8 +142,8 @@ typedef struct fake_source { /* what tests turn and look at; the loader's ctx */
     bd_status verify_status;
     uint32_t verify_sleep_us;
     bool anywhere; /* feeds_anywhere */
-    /* As a device that copies by itself: what is fed is taken at the next feed, settle or destroy,
-     * from where it was. */
+    /* As a device that copies by itself: what is fed is taken at the next feed of anybody, or the
+     * settle or destroy of its own, from where it was. */
     bool later;
     struct { /* the loader's thread's */
         bd_overlay_feed *feed;
@@ -257,9 +257,13 @@ static inline void fake_take_pending(fake_source *source) {
     source->pending.feed = NULL;
 }
 
+static inline void fake_take_own(const bd_overlay_feed *feed) {
+    if (feed->source->pending.feed == feed) fake_take_pending(feed->source);
+}
+
 static inline bd_status fake_feed_settle(bd_overlay_feed *feed, bd_error *err) {
     (void)err;
-    fake_take_pending(feed->source);
+    fake_take_own(feed);
     return BD_OK;
 }
 
@@ -310,7 +314,7 @@ static inline uint32_t fake_feed_ready(const bd_overlay_feed *feed) {
 }
 
 static inline void fake_feed_destroy(bd_overlay_feed *feed) {
-    fake_take_pending(feed->source);
+    fake_take_own(feed);
     atomic_fetch_sub(&feed->source->running, 1);
     free(feed);
 }

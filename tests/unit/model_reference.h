@@ -564,7 +564,7 @@ static inline void mr_write_file(mr_delta_maker *d, const char *dir, bd_delta_fi
 }
 
 /* A directory with a delta of random signs, scales, norms and biases; about one tensor in eight
- * stays the base's. dir receives its name. */
+ * stays the base's, but no table that the model says is changed. dir receives its name. */
 static inline void mr_make_delta(const mr_model *m, uint64_t *random, uint32_t planes,
                                  const mr_fault *fault, char dir[256]) {
     bd_error err = {0};
@@ -575,7 +575,7 @@ static inline void mr_make_delta(const mr_model *m, uint64_t *random, uint32_t p
     d.entries = calloc(m->count, sizeof *d.entries);
     assert_true(d.tensors && d.names && d.entries);
     const bool any_fault = fault->drop || fault->narrow || fault->rename;
-    const bool all_tables = m->extra_rows > 0 || m->own_head;
+    const bool all_tables = m->extra_rows > 0 || m->own_head || m->full_tables;
     for (uint32_t i = 0; i < m->count; i++) {
         const bool needed = any_fault || (all_tables && mr_is_table(m->tensors[i].name));
         if (needed || support_random(random) % 8 != 0) mr_put_entry(&d, &m->tensors[i]);
