@@ -165,7 +165,7 @@ typedef struct work { /* one (rows, variants) of one matrix */
     const void *x;
     void *y;
     k_gemm_tile *tiles;
-    int tile_count;
+    int tile_count, group_rows;
     int32_t *columns, *slot;
     uint8_t *planes;
     unsigned long long *workspace;
@@ -249,7 +249,8 @@ static void run_rows(const work *w, int i) {
         const k_rows_args args = {
             .w = map_make(m->w[i % m->copies], (size_t)m->n, (size_t)m->k, 128),
             .w_data = m->w[i % m->copies],
-            .x_data = (const uint8_t *)w->x + (size_t)part->first_row * (size_t)m->k * 2,
+            .x = map_make(w->x, (size_t)w->rows, (size_t)m->k,
+                          (unsigned)k_decode_tokens(part->rows)),
             .overlays = m->overlays,
             .columns = w->columns + part->lowest,
             .groups = w->tiles + part->first_group,
@@ -263,6 +264,7 @@ static void run_rows(const work *w, int i) {
             .group_count = part->groups,
             .variants = part->variants,
             .sm_count = sms,
+            .group_rows = w->group_rows,
             .pdl = 1};
         CHECK(k_rows(&args, stream));
     }
@@ -411,7 +413,12 @@ static bool choice_set(work *w, int c) {
     if (groups_of(w->how.kind) ? w->rows > MIXED_ROWS || !w->variants
                                : w->m->k % (256 * w->how.split) != 0)
         return false;
-    tiles_fill(w, groups_of(w->how.kind) ? K_MIXED_ROWS : w->how.tok);
+    w->group_rows = w->how.kind == ROWS ? 16 : K_MIXED_ROWS;
+    tiles_fill(w, groups_of(w->how.kind) ? w->group_rows : w->how.tok);
+    for (int l = 0; w->how.kind == ROWS && l < w->launch_count; l++)
+        if (!k_rows_takes(w->launches[l].rows, w->launches[l].groups, 16))
+            w->group_rows = K_MIXED_ROWS;
+    if (w->how.kind == ROWS && w->group_rows == K_MIXED_ROWS) tiles_fill(w, K_MIXED_ROWS);
     return true;
 }
 
@@ -428,7 +435,14 @@ static double choice_cost(const work *w) {
     double cost = 0;
     if (w->how.kind == GEMM)
         return k_gemm_cost(w->m->n, w->m->k, w->how.tok, w->how.split, w->tile_count, sms);
-    if (w->how.kind == ROWS) return 1e30; /* not the backend's yet: BENCH_CHOICES measures it */
+    for (int l = 0; w->how.kind == ROWS && l < w->launch_count; l++) {
+        const launch *part = &w->launches[l];
+        if (w->rows <= K_LEAN_ROWS)
+            return 1e30; /* not the backend's: a row must not see its batch */
+        cost += k_rows_cost(w->m->n, w->m->k, part->rows, part->groups, w->group_rows,
+                            part->variants, sms);
+    }
+    if (w->how.kind == ROWS) return cost;
     if (w->how.kind == MIXED) {
         for (int l = 0; l < w->launch_count; l++)
             cost +=

@@ -206,6 +206,7 @@ template <typename T, int D> __global__ void __launch_bounds__(THREADS, 1) prefi
     }
     __syncthreads();
     if (threadIdx.x >= 256) {
+        static_assert(registers_fit(THREADS, CONSUMER_REGS, PRODUCER_REGS));
         reg_dec<PRODUCER_REGS>();
         if (threadIdx.x < 288) produce<D>(a, q, kv, s, w, first_row, q_s, bars_s);
     } else {

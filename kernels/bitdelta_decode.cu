@@ -96,6 +96,7 @@ template <typename T, int NT, Mode MODE> __global__ void __launch_bounds__(Shape
   pdl_launch();
 
   if (wg >= 2) {
+    static_assert(registers_fit(S::THREADS, S::REGS, 88));
     reg_dec<88>();
     if (warp == 0) {
       if (lane == 0) {

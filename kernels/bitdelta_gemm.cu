@@ -207,6 +207,7 @@ __global__ void __cluster_dims__(Cluster<SPLIT>::SIZE) __launch_bounds__(384, 1)
   pdl_launch();
 
   if (wg == 2) {
+    static_assert(registers_fit(384, 224, 56));
     reg_dec<56>();
     if (warp == 0 && lane == 0) {
       u32 st = 0, ph = 0, chunk = 0;

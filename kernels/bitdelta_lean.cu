@@ -137,6 +137,7 @@ template <typename T, int NT, Mode MODE> __global__ void __launch_bounds__(THREA
   pdl_launch();
 
   if (wg >= 2) {
+    static_assert(registers_fit(THREADS, REGS, 96));
     reg_dec<96>();
     if (wg == 3) {
       make_pieces<T, NT, DELTA>(a, smem_raw + (pieces - smem_u32(smem_raw)), pfull, pempty, u0, u1, warp + 2, lane);

@@ -96,6 +96,7 @@ __global__ void __launch_bounds__(Mixed<HALF>::THREADS, 1) mixed_kernel(const __
   pdl_launch();
 
   if (wg == 2) {
+    static_assert(registers_fit(S::THREADS, S::REGS, 56));
     reg_dec<56>();
     if (warp == 0) {
       if (lane == 0) w_stream<true>(a.w, base, full, empty, u0, u1, per_tile, a.stages, a.burst, filled);

@@ -138,12 +138,11 @@ cudaError_t k_mixed(const k_mixed_args *args, cudaStream_t stream);
 /* As k_gemm_cost. */
 double k_mixed_cost(int n, int k, int groups, int variants, int sm_count);
 
-/* bitdelta_rows.cu: the same for at most K_DECODE_ROWS rows, which lie together. The backend does not choose it before it has been measured
- * (bench_gpu_linear with BENCH_CHOICES). */
+/* bitdelta_rows.cu: the same for at most K_DECODE_ROWS rows, which lie together. */
 typedef struct k_rows_args {
     CUtensorMap w;             /* as k_mixed_args' */
+    CUtensorMap x;             /* box rows k_decode_tokens(rows); first_row is a row of it */
     const void *w_data;
-    const void *x_data;        /* [rows, k] */
     const k_overlay_linear *overlays;
     const int32_t *columns;    /* as k_mixed_args' */
     const k_gemm_tile *groups; /* likewise; all rows of the launch have one */
@@ -151,12 +150,16 @@ typedef struct k_rows_args {
     void *y;                   /* [.., n]; rows from first_row on */
     unsigned long long *workspace;
     unsigned *ticket;
+    int32_t group_rows;        /* most rows of a group, 8 or 16 */
     int32_t first_row, rows, n, k, group_count, variants, sm_count; /* first_row: what m0 of the first group is */
     bool fp16;
     int32_t pdl;
-    int32_t stages, chunks, x_tiles; /* set by the launcher */
 } k_rows_args;
 cudaError_t k_rows(const k_rows_args *args, cudaStream_t stream);
+/* Whether groups of at most `group_rows` rows may be so many. */
+bool k_rows_takes(int rows, int groups, int group_rows);
+/* As k_gemm_cost. */
+double k_rows_cost(int n, int k, int rows, int groups, int group_rows, int variants, int sm_count);
 
 /* Sign chunks: [ceil(n / 128)][ceil(k / 256)] of 4096 bytes, see repack.cu. */
 uint64_t k_sign_bytes(uint32_t n, uint32_t k);

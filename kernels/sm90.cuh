@@ -27,6 +27,12 @@ __device__ __forceinline__ void mbar_wait_idle(u32 bar_s, u32 parity) {
     if (!there) __nanosleep(40);
   } while (!there);
 }
+// Whether the wait would return at once.
+__device__ __forceinline__ bool mbar_there(u32 bar_s, u32 parity) {
+  u32 there;
+  asm volatile("{.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}" : "=r"(there) : "r"(bar_s), "r"(parity) : "memory");
+  return there;
+}
 __device__ __forceinline__ void mbar_arrive(u32 bar_s) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar_s) : "memory");
 }
@@ -107,6 +113,9 @@ __device__ __forceinline__ u32 lds_u16(u32 addr_s) {
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(addr_s) : "memory");
   return v;
 }
+// Two warpgroups of a CTA take `products` registers a thread, the others keep `others`: out of what the launch has, which is as many as its
+// threads leave room for, in eights. One register more is waited for for ever.
+__host__ __device__ constexpr bool registers_fit(int threads, int products, int others) { return 256 * products + (threads - 256) * others <= 65536 / threads / 8 * 8 * threads; }
 template <int R> __device__ __forceinline__ void reg_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(R)); }
 template <int R> __device__ __forceinline__ void reg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(R)); }
 __device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }

@@ -150,12 +150,12 @@ typedef struct decode_run {
 } decode_run;
 
 /* Groups of rows [first, first + rows) of one slot each; 0: too many. */
-static int groups_fill(const problem *p, int first, int rows, const int32_t *slot, k_gemm_tile *out) {
+static int groups_fill(const problem *p, int first, int rows, int group_rows, const int32_t *slot, k_gemm_tile *out) {
     int count = 0;
     for (int m = 0; m < rows; m++) {
         k_gemm_tile *last = count ? &out[count - 1] : NULL;
         const bool same = last && last->variant == slot[m] && p->row_overlay[first + m] == p->row_overlay[first + m - 1];
-        if (same && last->m1 - last->m0 < K_MIXED_ROWS) {
+        if (same && last->m1 - last->m0 < group_rows) {
             last->m1++;
             continue;
         }
@@ -176,7 +176,9 @@ static bool decode_prepare(const problem *p, enum how how, int sms, int first, i
         if (overlay >= 0 && (!variants || columns[variants - 1] != overlay)) columns[variants++] = overlay;
         slot[m] = overlay < 0 ? -1 : variants - 1;
     }
-    const int group_count = (how == MIXED || how == ROWS) && variants ? groups_fill(p, first, rows, slot, groups) : 0;
+    int group_rows = how == ROWS && test_next() % 2 ? 16 : K_MIXED_ROWS; /* where both will do; a row is the same in either */
+    int group_count = (how == MIXED || how == ROWS) && variants ? groups_fill(p, first, rows, group_rows, slot, groups) : 0;
+    if (group_count && !k_rows_takes(rows, group_count, group_rows)) group_rows = K_MIXED_ROWS, group_count = groups_fill(p, first, rows, group_rows, slot, groups);
     if ((how == PLAIN && rows > K_DECODE_ROWS) || (how == LEAN && rows > K_LEAN_ROWS) || (how == MIXED && !group_count) || (how == ROWS && (!group_count || rows > K_DECODE_ROWS))) return false;
     const int tokens = how == MIXED ? K_MIXED_ROWS : k_decode_tokens(rows);
     *r = (decode_run){.how = how, .first = first, .rows = rows, .d = upload(p, 0, c.rows), .split = splitting_make(sms)};
@@ -193,9 +195,9 @@ static bool decode_prepare(const problem *p, enum how how, int sms, int first, i
     r->mixed = (k_mixed_args){.w = w, .x = x_map, .w_data = r->d.w.data, .overlays = r->d.table.data, .columns = r->columns.data, .groups = r->groups.data,
                               .bias = r->d.bias.data, .y = r->d.y.data, .workspace = r->split.work.data, .ticket = r->split.ticket.data, .n = c.n, .k = c.k,
                               .group_count = group_count, .variants = variants, .sm_count = sms, .fp16 = p->fp16, .pdl = pdl};
-    r->whole = (k_rows_args){.w = w, .w_data = r->d.w.data, .x_data = x, .overlays = r->d.table.data, .columns = r->columns.data, .groups = r->groups.data,
+    r->whole = (k_rows_args){.w = w, .x = x_map, .w_data = r->d.w.data, .overlays = r->d.table.data, .columns = r->columns.data, .groups = r->groups.data,
                              .bias = r->d.bias.data, .y = r->d.y.data, .workspace = r->split.work.data, .ticket = r->split.ticket.data, .first_row = first,
-                             .rows = rows, .n = c.n, .k = c.k, .group_count = group_count, .variants = variants, .sm_count = sms, .fp16 = p->fp16, .pdl = pdl};
+                             .rows = rows, .n = c.n, .k = c.k, .group_count = group_count, .variants = variants, .sm_count = sms, .fp16 = p->fp16, .pdl = pdl, .group_rows = group_rows};
     return true;
 }
 

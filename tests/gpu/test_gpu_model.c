@@ -22,15 +22,8 @@ static void run(gpu_model *m, const bd_step *step, bd_token_result *results) {
     for (uint32_t i = 0; i < step->logits_row_count; i++) assert_int_equal(results[i].fault, 0);
 }
 
-static double relative_l2_of(const float *got, const float *want, size_t count) {
-    double error = 0, norm = 0;
-    for (size_t i = 0; i < count; i++) error += ((double)got[i] - want[i]) * ((double)got[i] - want[i]), norm += (double)want[i] * want[i];
-    return sqrt(error / norm);
-}
-
-/* Prefill, then decode with and without recordings: same logits and same draws, bit by bit. From 17 rows on a recording of more rows
- * than the step has may choose other kernels than the step alone: then within the element type's rounding. Where none is replayed, both
- * are launched as they are, with the same bits again. */
+/* Prefill, then decode with and without recordings: same logits and same draws, bit by bit. Where none is replayed, both are launched as
+ * they are. */
 static void compare(gpu_model *recorded, gpu_model *launched, uint32_t seqs, uint32_t before, uint32_t variants, bool expect_replay) {
     bd_token_result a[64], b[64];
     gpu_model *both[2] = {recorded, launched};
@@ -46,13 +39,6 @@ static void compare(gpu_model *recorded, gpu_model *launched, uint32_t seqs, uin
     run(launched, &y->step, b);
     float *la = logits_of(recorded, seqs), *lb = logits_of(launched, seqs);
     const size_t count = (size_t)seqs * recorded->config.vocab;
-    if (seqs > 16 && replayed && (seqs & (seqs - 1))) {
-        const double bound = ((bd_cuda *)recorded->backend)->fp16 ? 3e-3 : 2e-2, error = relative_l2_of(la, lb, count);
-        if (!(error <= bound)) fail_msg("%u sequences, %u variants: logits differ by %.2e, bound %.0e", seqs, variants, error, bound);
-        free(la), free(lb);
-        gpu_batch_free(x), gpu_batch_free(y);
-        return;
-    }
     if (memcmp(la, lb, count * 4)) fail_msg("%u sequences, %u variants: logits differ", seqs, variants);
     for (uint32_t i = 0; i < seqs; i++) {
         if (a[i].id != b[i].id || a[i].rank != b[i].rank) fail_msg("sequence %u drew %d, not %d", i, a[i].id, b[i].id);
@@ -89,9 +75,8 @@ static void test_recorded_steps(void **state) {
             gpu_model *recorded = gpu_model_open(s, true), *launched = gpu_model_open(s, false);
             static const uint32_t cases[][3] = {{1, 7, 0}, {1, 100, 1}, {2, 33, 2}, {3, 20, 0}, {5, 9, 3}, {8, 17, 5}, {13, 16, 5}, {16, 31, 1}, {16, 5, 0}};
             for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) compare(recorded, launched, cases[i][0], cases[i][1], cases[i][2], true);
-            /* What the fast kernels launch for more rows follows from the groups that each variant's make, and the padding's. They are as
-             * many as the recording's for 45 rows of 5 variants (10 and 3, recorded 5 and 8), and for the base alone without padding. */
-            static const uint32_t wide[][4] = {{33, 7, 4, false}, {50, 3, 5, false}, {20, 4, 3, false}, {64, 2, 1, false}, {45, 3, 5, true}, {33, 3, 0, false}, {32, 9, 0, true}, {64, 3, 0, true}};
+            /* Of more rows only the base's own are recorded, and what the fast kernels launch for them follows from the padding too. */
+            static const uint32_t wide[][4] = {{33, 7, 4, false}, {50, 3, 5, false}, {20, 4, 3, false}, {64, 2, 1, false}, {45, 3, 5, false}, {33, 3, 0, false}, {32, 9, 0, true}, {64, 3, 0, true}};
             for (size_t i = 0; !plain && i < sizeof wide / sizeof *wide; i++) compare(recorded, launched, wide[i][0], wide[i][1], wide[i][2], wide[i][3]);
             gpu_model_close(recorded);
             gpu_model_close(launched);

@@ -2,6 +2,7 @@
  * bitwise equal. */
 #include "fast.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -159,6 +160,43 @@ static bool head_fill(bd_cuda *cuda, const bd_step *step, cuda_fast_step *d) {
     return true;
 }
 
+/* The chunk's runs of one slot, cut into groups of at most `most` rows. Returns how many. */
+static uint32_t groups_of(const cuda_chunk *chunk, const int32_t *slot, uint32_t most,
+                          k_gemm_tile *out) {
+    const uint32_t end = chunk->first_row + chunk->rows;
+    uint32_t count = 0;
+    for (uint32_t row = chunk->first_row, stop; row < end; row = stop) {
+        stop = row + 1;
+        while (stop < end && stop - row < most && slot[stop] == slot[row])
+            stop++;
+        out[count++] = (k_gemm_tile){(int32_t)row, (int32_t)stop, slot[row], 0};
+    }
+    return count;
+}
+
+/* The chunks' groups of 8 rows for the rows kernel, or of 16 where these are fewer. */
+static bool groups_fill(bd_cuda *cuda, const bd_step *step, const int32_t *slot,
+                        cuda_fast_step *d) {
+    k_gemm_tile *groups =
+        cuda_upload_reserve(cuda, step->row_count, sizeof *groups, (const void **)&d->chunk_groups);
+    if (!groups) return false;
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < d->chunk_count; i++) {
+        cuda_chunk *chunk = &d->chunks[i];
+        const int rows = (int)chunk->rows;
+        if (!chunk->slots) continue;
+        const uint32_t many = groups_of(chunk, slot, 8, groups + count),
+                       few = groups_of(chunk, slot, 16, groups + count);
+        const bool wide = few < many && k_rows_takes(rows, (int)few, 16);
+        if (!wide && !k_rows_takes(rows, (int)many, 8)) continue;
+        chunk->group_rows = wide ? 16 : 8;
+        chunk->first_group = count;
+        chunk->groups = groups_of(chunk, slot, chunk->group_rows, groups + count);
+        count += chunk->groups;
+    }
+    return true;
+}
+
 /* Rows in chunks of K_DECODE_ROWS at most, and in each the runs of one variant as its slots. */
 static bool slots_fill(bd_cuda *cuda, const bd_step *step, cuda_fast_step *d) {
     int32_t *columns =
@@ -184,7 +222,7 @@ static bool slots_fill(bd_cuda *cuda, const bd_step *step, cuda_fast_step *d) {
             slot[row] = overlay < 0 ? -1 : (int32_t)chunk->slots - 1;
         }
     }
-    return true;
+    return step->row_count <= CUDA_DECODE_ONLY_ROWS || groups_fill(cuda, step, slot, d);
 }
 
 /* Groups of at most K_MIXED_ROWS rows of one variant, in launches; false: too many launches. */
@@ -288,6 +326,46 @@ static bd_status decode(bd_cuda *cuda, uint32_t layer, bd_group group, const cud
     return cuda_check(cuda, (lean ? k_decode_lean : k_decode)(&args, cuda->stream), "decode", err);
 }
 
+static double decode_cost(const cuda_fast *fast, const cuda_group *g, const cuda_chunk *chunk) {
+    return k_decode_cost((int)g->n, (int)g->k, (int)chunk->rows, (int)chunk->slots, fast->sm_count);
+}
+
+static double rows_cost(const cuda_fast *fast, const cuda_group *g, const cuda_chunk *chunk) {
+    if (!chunk->groups) return 1e300;
+    return k_rows_cost((int)g->n, (int)g->k, (int)chunk->rows, (int)chunk->groups,
+                       (int)chunk->group_rows, (int)chunk->slots, fast->sm_count);
+}
+
+static bd_status rows(bd_cuda *cuda, uint32_t layer, bd_group group, const cuda_chunk *chunk,
+                      bd_error *err) {
+    cuda_fast *fast = &cuda->fast;
+    const cuda_group *g = &fast->groups[group];
+    const cuda_fast_step *d = &cuda->fast_step;
+    const k_rows_args args = {
+        .w = fast->w[layer][group],
+        .x = g->x[k_decode_tokens((int)chunk->rows) == 64 ? X_BOX_64 : X_BOX_32],
+        .w_data = cuda->linears[layer][g->first],
+        .overlays = cuda->step.linears +
+                    (size_t)(layer * BD_LINEAR_COUNT + g->first) * cuda->step.overlay_count,
+        .columns = d->columns + chunk->first_slot,
+        .groups = d->chunk_groups + chunk->first_group,
+        .bias = cuda_group_bias(cuda, layer, group),
+        .y = g->y_data,
+        .workspace = fast->workspace,
+        .ticket = &fast->tickets[fast->next_ticket++ % CUDA_TICKETS],
+        .group_rows = (int32_t)chunk->group_rows,
+        .first_row = (int32_t)chunk->first_row,
+        .rows = (int32_t)chunk->rows,
+        .n = (int32_t)g->n,
+        .k = (int32_t)g->k,
+        .group_count = (int32_t)chunk->groups,
+        .variants = (int32_t)chunk->slots,
+        .sm_count = fast->sm_count,
+        .fp16 = cuda->fp16,
+        .pdl = 1};
+    return cuda_check(cuda, k_rows(&args, cuda->stream), "rows of many variants", err);
+}
+
 static bd_status mixed(bd_cuda *cuda, uint32_t layer, bd_group group, const cuda_mixed *launch,
                        bd_error *err) {
     cuda_fast *fast = &cuda->fast;
@@ -336,8 +414,7 @@ static gemm_choice choose_tile(const cuda_fast *fast, uint32_t n, uint32_t k,
 static double chunks_cost(const cuda_fast *fast, const cuda_group *g, const cuda_fast_step *d) {
     double cost = 0;
     for (uint32_t c = 0; c < d->chunk_count; c++)
-        cost += k_decode_cost((int)g->n, (int)g->k, (int)d->chunks[c].rows, (int)d->chunks[c].slots,
-                              fast->sm_count);
+        cost += fmin(decode_cost(fast, g, &d->chunks[c]), rows_cost(fast, g, &d->chunks[c]));
     return cost;
 }
 
@@ -409,7 +486,10 @@ bd_status cuda_fast_linear(bd_cuda *cuda, uint32_t layer, bd_group group, bd_err
         }
         if (choice.cost <= chunked) return prefill(cuda, layer, group, choice, err);
     }
-    for (uint32_t c = 0; s == BD_OK && c < d->chunk_count; c++)
-        s = decode(cuda, layer, group, &d->chunks[c], err);
+    for (uint32_t c = 0; s == BD_OK && c < d->chunk_count; c++) {
+        const cuda_chunk *chunk = &d->chunks[c];
+        const bool whole = rows_cost(&cuda->fast, g, chunk) < decode_cost(&cuda->fast, g, chunk);
+        s = (whole ? rows : decode)(cuda, layer, group, chunk, err);
+    }
     return s;
 }

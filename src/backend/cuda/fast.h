@@ -53,8 +53,10 @@ typedef struct cuda_fast {
     uint32_t next_ticket;
 } cuda_fast;
 
-typedef struct cuda_chunk { /* rows for one launch of the decode kernel, and their slots */
+typedef struct cuda_chunk { /* rows for one launch of the decode or the rows kernel, and their slots
+                             */
     uint32_t first_row, rows, first_slot, slots;
+    uint32_t first_group, groups, group_rows; /* of the rows kernel; groups 0: not for it */
 } cuda_chunk;
 
 typedef struct cuda_mixed { /* groups for one launch of the mixed kernel, and their slots */
@@ -68,7 +70,8 @@ typedef struct cuda_fast_step {
     uint32_t tile_count[CUDA_TILES];
     const int32_t *columns, *slot; /* overlay column of each slot, slot of each row in its chunk */
     cuda_chunk chunks[CUDA_CHUNKS_MAX];
-    uint32_t chunk_count;         /* 0: too many rows */
+    uint32_t chunk_count; /* 0: too many rows */
+    const k_gemm_tile *chunk_groups;
     const k_gemm_tile *groups;    /* of the mixed kernel */
     const int32_t *mixed_columns; /* overlay column of each slot */
     cuda_mixed mixed[CUDA_MIXED_MAX];

@@ -6,9 +6,9 @@
  *
  * Up to CUDA_DECODE_ONLY_ROWS rows that is every step of greedy or sampled decoding whose variants
  * are laid out alike. Beyond, what the fast kernels launch follows from the groups and tiles that
- * each variant's rows make, padding's included: replayed are the base's own steps of just 32 or 64
- * rows, and of others those that happen to make as many as the recording's single rows; the rest is
- * launched, which took no longer there (8B shape, 64 rows: 9.4 ms either way).
+ * each variant's rows make, padding's included: recorded are the base's own steps alone, replayed
+ * those of just 32 or 64 rows; the rest is launched, which took no longer there (8B shape, 64 rows:
+ * 9.4 ms either way).
  *
  * A step with a variant that keeps rows of the vocabulary whole is launched: their addresses are
  * the host's. So is one with a low-rank adapter, which has launches that no recording has.
@@ -186,7 +186,7 @@ static bd_status warm(bd_cuda *cuda, uint32_t rows, bd_backend_forward forward, 
 
 /* Most variants in a recording of `rows` rows. */
 static uint32_t variants_most(const bd_backend_options *o, uint32_t rows) {
-    if (!o->delta_bytes) return 0;
+    if (!o->delta_bytes || rows > CUDA_DECODE_ONLY_ROWS) return 0;
     return rows < CUDA_GRAPH_VARIANTS ? rows : CUDA_GRAPH_VARIANTS;
 }
 
