@@ -498,7 +498,7 @@ static float choices_measure(work w, const char *model, const char *name, float 
         if (!choice_set(&w, c)) continue;
         char text[32];
         const float mid = median(us[c], rounds);
-        printf("%s,choice %s,%d,%d,%.1f,%.1f,%.3f,%.1f,%s\n", model, name, w.rows, w.variants,
+        printf("%s,choice %s,%d,%d,%.1f,%.1f,%.3f,%.4g,%s\n", model, name, w.rows, w.variants,
                (double)base, (double)mid, (double)(mid / base), choice_cost(&w),
                choice_name(&w, &text));
         if (mid < least) least = mid, choice_name(&w, best);
