@@ -37,6 +37,9 @@ void bd_ring_kick(bd_ring *ring);                  /* starts what was submitted 
 /* Starts what was submitted and, if `sleep`, waits until a read is finished or the inbox was
  * signalled. Finished reads in any order, or NULL. */
 bd_message *bd_ring_wait(bd_ring *ring, bool sleep);
+/* It stopped working: all reads come back failed from then on, and those that were under way may
+ * still be written to by the kernel. */
+bool bd_ring_broken(const bd_ring *ring);
 void bd_ring_destroy(bd_ring *ring); /* no read may be under way; NULL is fine */
 
 #endif

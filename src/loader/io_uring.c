@@ -55,8 +55,14 @@ void bd_ring_submit(bd_ring *io, bd_read *read) {
     io_uring_sqe_set_data(sqe, read);
 }
 
+/* What a file would be read in another way for is the ring's fault here, not the file's. */
 static void note_result(bd_ring *io, int rc) {
-    if (rc < 0 && rc != -EINTR && rc != -EAGAIN && rc != -EBUSY && rc != -ETIME) io->broken = rc;
+    if (rc >= 0 || rc == -EINTR || rc == -EAGAIN || rc == -EBUSY || rc == -ETIME) return;
+    io->broken = rc == -EINVAL || rc == -EOPNOTSUPP ? -EIO : rc;
+}
+
+bool bd_ring_broken(const bd_ring *io) {
+    return io->broken != 0;
 }
 
 void bd_ring_kick(bd_ring *io) {
@@ -64,7 +70,7 @@ void bd_ring_kick(bd_ring *io) {
 }
 
 /* The kernel may still write into these reads' staging, but after this no load gets as far as using
- * any. */
+ * any: the loader reads in no other way either. */
 static bd_message *fail_flying(bd_ring *io, bool sleep) {
     bd_message *list = NULL;
     while (io->flying_count > 0) {

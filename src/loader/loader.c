@@ -190,9 +190,10 @@ static bd_block *take_lent_of(bd_loader *loader, const bd_load_job *job) {
 }
 
 static void start_read(bd_loader *loader, bd_block *block) {
-    block->in_ring = loader->ring && bd_shard_file_suits_ring(block->span.file);
+    block->in_ring = loader->ring &&
+                     (bd_shard_file_suits_ring(block->span.file) || bd_ring_broken(loader->ring));
+    loader->memory_count += block->span.file->in_memory;
     if (!block->in_ring) {
-        loader->memory_count += block->span.file->in_memory;
         bd_workers_read(loader->workers, &block->span.read.message);
         return;
     }
@@ -244,7 +245,7 @@ static bd_span_state judge(bd_loader *loader, bd_block *block, bd_error *err) {
 
 /* No thread has the block any more. */
 static void block_back(bd_loader *loader, bd_block *block) {
-    loader->memory_count -= block->span.file->in_memory; /* which no ring reads */
+    loader->memory_count -= block->span.file->in_memory; /* it was read once */
     block->read_done = true;
     block->job->blocks_flying--;
 }
