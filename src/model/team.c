@@ -14,7 +14,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "bitdelta/base/clock.h"
 
@@ -201,15 +200,11 @@ static bool all_done(const bd_team *team) {
 
 /* false: a rank did not come back in time. */
 static bool join(bd_team *team, uint64_t timeout_us) {
-    const uint64_t until_us = bd_now_us() + timeout_us;
-    const struct timespec until = {.tv_sec = (time_t)(until_us / 1000000u),
-                                   .tv_nsec = (long)(until_us % 1000000u * 1000u)};
     pthread_mutex_lock(&team->lock);
     team->gate_over = true;
     pthread_cond_broadcast(&team->passed);
-    int rc = 0;
-    while (!all_done(team) && rc == 0)
-        rc = pthread_cond_timedwait(&team->done, &team->lock, &until);
+    while (!all_done(team) && bd_cond_wait_us(&team->done, &team->lock, &timeout_us))
+        continue;
     const bool done = all_done(team);
     pthread_mutex_unlock(&team->lock);
     return done;

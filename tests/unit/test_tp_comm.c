@@ -7,10 +7,13 @@
 
 #include <cmocka.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "bitdelta/backend/comm.h"
 #include "bitdelta/base/clock.h"
@@ -163,6 +166,71 @@ static void an_abort_wakes(void **state) {
     ops()->group_destroy(group);
 }
 
+enum { STOPPED_S = 6, PATIENCE_US = 5000000 };
+
+typedef struct late_rank {
+    bd_comm_group *group;
+    int go; /* comes when a byte does */
+    bd_status status;
+} late_rank;
+
+static void *come_late(void *arg) {
+    late_rank *own = arg;
+    bd_comm *comm = NULL;
+    char byte;
+    float one = 1;
+    own->status = ops()->open(own->group, 1, 0, &comm, NULL);
+    if (own->status == BD_OK && read(own->go, &byte, 1) != 1) own->status = BD_E_IO;
+    if (own->status == BD_OK)
+        own->status = ops()->all_reduce(comm, &one, 1, BD_COMM_F32, NULL, NULL);
+    if (comm) ops()->close(comm);
+    return NULL;
+}
+
+/* The child: rank 0 waits for rank 1, says so before. Exit status 0: they met. */
+static int wait_through_a_stop(int here, int go) {
+    late_rank late = {.go = go};
+    pthread_t thread;
+    bd_comm *comm;
+    bd_error err = {0};
+    float two = 2;
+    if (ops()->group_create(2, PATIENCE_US, &late.group, NULL) != BD_OK) return 2;
+    if (pthread_create(&thread, NULL, come_late, &late) != 0) return 3;
+    if (ops()->open(late.group, 0, 0, &comm, NULL) != BD_OK || write(here, "", 1) != 1) return 4;
+    const bd_status status = ops()->all_reduce(comm, &two, 1, BD_COMM_F32, NULL, &err);
+    if (status != BD_OK) (void)fprintf(stderr, "%s\n", err.message);
+    pthread_join(thread, NULL);
+    ops()->close(comm);
+    ops()->group_destroy(late.group);
+    return status == BD_OK && late.status == BD_OK && two == 3.0f ? 0 : 5;
+}
+
+/* Longer than a rank waits: nobody has stayed away, all stood still. */
+static void a_stopped_process_loses_nobody(void **state) {
+    (void)state;
+    int here[2], go[2], status;
+    char byte;
+    assert_int_equal(pipe(here), 0);
+    assert_int_equal(pipe(go), 0);
+    const pid_t child = fork();
+    assert_true(child >= 0);
+    if (child == 0) _exit(wait_through_a_stop(here[1], go[0]));
+    close(here[1]); /* so that a child that failed is heard of */
+    assert_int_equal(read(here[0], &byte, 1), 1);
+    nanosleep(&(struct timespec){.tv_nsec = 200000000}, NULL);
+    assert_int_equal(kill(child, SIGSTOP), 0);
+    nanosleep(&(struct timespec){.tv_sec = STOPPED_S}, NULL);
+    assert_int_equal(kill(child, SIGCONT), 0);
+    nanosleep(&(struct timespec){.tv_nsec = 200000000}, NULL); /* for one that gives up */
+    assert_int_equal(write(go[1], "", 1), 1);
+    assert_int_equal(waitpid(child, &status, 0), child);
+    assert_true(WIFEXITED(status));
+    assert_int_equal(WEXITSTATUS(status), 0);
+    close(here[0]);
+    close(go[0]);
+    close(go[1]);
+}
+
 static void sizes_are_checked(void **state) {
     (void)state;
     bd_comm_group *group;
@@ -174,9 +242,8 @@ static void sizes_are_checked(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(sums_and_gathers),
-        cmocka_unit_test(a_rank_that_stays_away),
-        cmocka_unit_test(an_abort_wakes),
+        cmocka_unit_test(sums_and_gathers),  cmocka_unit_test(a_rank_that_stays_away),
+        cmocka_unit_test(an_abort_wakes),    cmocka_unit_test(a_stopped_process_loses_nobody),
         cmocka_unit_test(sizes_are_checked),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -11,7 +11,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "bitdelta/backend/comm.h"
 #include "bitdelta/base/clock.h"
@@ -49,23 +48,15 @@ static bd_status broken(local_group *group, bd_error *err) {
                    group->reason);
 }
 
-static struct timespec at_us(uint64_t us) {
-    return (struct timespec){.tv_sec = (time_t)(us / 1000000u),
-                             .tv_nsec = (long)(us % 1000000u * 1000u)};
-}
-
 /* With the lock held; true: the meeting was held. */
 static bool sleep_until_met(local_group *group, uint64_t meeting) {
-    const uint64_t now_us = bd_now_us(), wait_us = group->base.wait_us_max;
-    const struct timespec until =
-        at_us(now_us < UINT64_MAX / 2 - wait_us ? now_us + wait_us : UINT64_MAX / 2);
+    uint64_t left_us = group->base.wait_us_max;
     while (atomic_load(&group->meeting) == meeting && !atomic_load(&group->broken)) {
-        if (pthread_cond_timedwait(&group->met, &group->lock, &until) == 0) continue;
-        if (atomic_load(&group->meeting) != meeting) break;
+        if (bd_cond_wait_us(&group->met, &group->lock, &left_us)) continue;
         char reason[96];
         (void)snprintf(reason, sizeof reason, "%u of %u did not come within %" PRIu64 " ms",
                        group->base.rank_count - group->here, group->base.rank_count,
-                       wait_us / 1000u);
+                       group->base.wait_us_max / 1000u);
         break_group(group, reason);
     }
     return atomic_load(&group->meeting) != meeting;
