@@ -4,6 +4,7 @@
 #include <math.h>
 
 #include "bitdelta/base/clock.h"
+#include "bitdelta/base/log.h"
 #include "internal.h"
 
 enum { ASK_ACCOUNTS_MAX = 256 }; /* in one turn */
@@ -381,6 +382,8 @@ void bd_router_closed(void *ctx, const bd_error *err) {
     bd_router *router = ctx;
     router->closed = true;
     router->closed_error = *err;
+    if (err->status != BD_E_SHUTDOWN)
+        bd_log_error("router", "requests are answered 503 until the server is started again", err);
     while (router->active_first)
         bd_queue_fail_all(router->active_first, err->status, err, 0);
     bd_loads_close(router, err);

@@ -232,9 +232,27 @@ static void test_retired_gives_way(void **state) {
     retired_gives_way(false);
 }
 
+/* Standard error goes to a file between the two; returns what it was. */
+static int log_to(FILE *file) {
+    const int before = dup(STDERR_FILENO);
+    assert_true(before >= 0 && dup2(fileno(file), STDERR_FILENO) >= 0);
+    return before;
+}
+
+static void log_back(FILE *file, int before, char *text, size_t text_bytes) {
+    assert_true(dup2(before, STDERR_FILENO) >= 0);
+    close(before);
+    rewind(file);
+    text[fread(text, 1, text_bytes - 1, file)] = '\0';
+    fclose(file);
+}
+
 static void run_end_of_world(bool lost) {
     enum { COUNT = 60 };
     world w;
+    FILE *log = tmpfile();
+    char text[16384];
+    assert_non_null(log);
     fake_rng rng = {fake_seed()};
     open_world(&w, 2, 20000, 0);
     const uint64_t held_step = 30;
@@ -256,6 +274,7 @@ static void run_end_of_world(bool lost) {
     bd_router_unreserve(w.router, &(bd_ask){.choices = 9});
     uint32_t n = requests[COUNT].job.prompt_count * requests[COUNT].job.choices_per_prompt;
     assert_int_equal(bd_router_reserve(w.router, &(bd_ask){.choices = n}, &why), BD_OK);
+    const int before = log_to(log);
     if (lost)
         atomic_store(&w.fake.lose_device, true);
     else
@@ -264,6 +283,10 @@ static void run_end_of_world(bool lost) {
     if (lost) assert_true(wait_done(&w, COUNT, 60000));
     bd_router_submit(w.router, &requests[COUNT].job); /* its reservation was made in time */
     assert_true(wait_done(&w, COUNT + 1, 60000));
+    log_back(log, before, text, sizeof text);
+    /* An end that nobody ordered has its reason in the log. */
+    assert_true(lost == (strstr(text, "level=error mod=router") != NULL));
+    assert_true(lost == (strstr(text, "the device is gone") != NULL));
     uint32_t failed = 0;
     for (uint32_t i = 0; i <= COUNT; i++) {
         assert_int_equal(requests[i].dones, 1);
