@@ -477,6 +477,10 @@ bd_status cuda_rope_table_put(bd_backend *backend, uint32_t table, const float *
         s = cuda_check(
             cuda, cudaMemcpy(cuda->rope + table * count, host, count * 4, cudaMemcpyHostToDevice),
             "rope table", err);
+    /* From memory that is not page-locked a copy may return before the device has it all, and no
+     * stream of ours waits for it. */
+    if (s == BD_OK)
+        s = cuda_check(cuda, cudaStreamSynchronize(cudaStreamLegacy), "rope table", err);
     free(host);
     return s;
 }
