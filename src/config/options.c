@@ -278,19 +278,19 @@ static bd_status check_serve(parser *p) {
     return BD_OK;
 }
 
+static bd_status check_shards(parser *p, uint32_t shards) {
+    if (shards <= 8 && (shards & (shards - 1)) == 0) return BD_OK;
+    p->out->wrong_usage = true;
+    return bd_fail(p->err, BD_E_ARGUMENT, "--shards", "--shards: %u is not 1, 2, 4 or 8", shards);
+}
+
 static bd_status check_compress(parser *p) {
-    const uint32_t shards = p->out->compress.shards;
-    if (shards > 8 || (shards & (shards - 1)) != 0)
-        return fail_usage(p, "--shards", "is not 1, 2, 4 or 8");
-    return BD_OK;
+    return check_shards(p, p->out->compress.shards);
 }
 
 static bd_status check_reshard(parser *p) {
     const uint32_t shards = p->out->reshard.shards;
-    if (shards == 0) return fail_usage(p, "--shards", "is required");
-    if (shards > 8 || (shards & (shards - 1)) != 0)
-        return fail_usage(p, "--shards", "is not 1, 2, 4 or 8");
-    return BD_OK;
+    return shards == 0 ? fail_usage(p, "--shards", "is required") : check_shards(p, shards);
 }
 
 static bd_status check_generate(parser *p) {

@@ -98,10 +98,12 @@ static void write_text(const planned *p, bd_strbuf *b) {
     bd_strbuf_printf(b, "%-14s %12.1f  %u row%s of %u\n", "logits", mib(m->logits),
                      p->options.logits_rows_max, bd_plural(p->options.logits_rows_max),
                      p->rank.vocab + p->found.extra_rows);
+    const bool small = p->page_bytes < 1u << 20;
     bd_strbuf_printf(
-        b, "%-14s %12.1f  %u slot%s = %llu page%s of %.1f MiB, %u a one-plane variant\n",
+        b, "%-14s %12.1f  %u slot%s = %llu page%s of %.1f %s, %u a one-plane variant\n",
         "delta pages", mib(m->deltas), slots, bd_plural(slots), (unsigned long long)pages,
-        bd_plural(pages), mib(p->page_bytes), p->slot_pages);
+        bd_plural(pages), mib(p->page_bytes) * (small ? 1024.0 : 1.0), small ? "KiB" : "MiB",
+        p->slot_pages);
     const bool least = m->available == 0 && p->options.kv_tokens == 0;
     bd_strbuf_printf(b, "%-14s %12.1f  %llu tokens%s\n", "KV cache", mib(m->kv),
                      (unsigned long long)kv_tokens, least ? " or more, as memory is left" : "");

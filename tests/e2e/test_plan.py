@@ -36,6 +36,10 @@ def test_text_has_every_part():
     one = plan("--slots", "1", "--max-seqs", "1", "--logits-rows-max", "1").stdout
     for word in [", 1 sequence\n", " 1 slot = ", " 1 row of "]:
         assert word in one
+    # Pages of a small model, cut further by ranks, are no "0.0 MiB".
+    for ranks in ("1", "4"):
+        page = json.loads(plan("--tensor-parallel", ranks, "--json").stdout)["page_bytes"]
+        assert f" of {page / 1024:.1f} KiB, " in plan("--tensor-parallel", ranks).stdout
 
 
 def test_refusal_names_the_sum():
