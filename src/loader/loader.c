@@ -312,7 +312,7 @@ static void work_finish(void *ctx, bd_message *work) {
     bd_load_job_work(block->job, block);
 }
 
-/* The backend copies from a block that it was fed until it is fed the next, or settled. */
+/* The backend copies from a block that it was fed until it was fed the next, or the feed ends. */
 static void end_block(bd_loader *loader, bd_block *block, bool fed) {
     const bool lent = fed && !loader->source.feeds_anywhere;
     if (lent && block->job->status == BD_OK) release_lent(loader);

@@ -268,6 +268,10 @@ static inline bd_status late_bring(bd_backend *backend, const void *data, uint64
     late_pause(r);
     const bool fails = late_call_fails(err), may = late_may_bring(data, bytes);
     pthread_mutex_lock(&r->lock);
+    if (fails && late_below(r, 2) == 0) { /* it waits for nothing: what was lent before still is */
+        pthread_mutex_unlock(&r->lock);
+        return BD_E_DEVICE;
+    }
     late_window_end(r);
     if (may && late_below(r, 100) >= late.refused_of_100) {
         late_window *window = calloc(1, sizeof *window);

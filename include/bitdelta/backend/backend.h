@@ -148,7 +148,8 @@ typedef struct bd_backend_ops {
     /* Optional, all three or none, for sources in memory of host_alloc or host_lock. bring: the
      * puts up to the next bring, or put_flush, take their sources from these bytes, which are
      * copied at once and not put by put. *brought: so it is, and the bytes must stay as they are
-     * until the next call of bring or of put_flush has returned; else puts go as they always do. */
+     * until the next call of bring or of put_flush has gone well; else puts go as they always do.
+     */
     bd_status (*bring)(bd_backend *backend, const void *data, uint64_t bytes, bool *brought,
                        bd_error *err);
     /* Instead of waiting: *mark stands for all earlier puts; *reached: they are visible. */

@@ -78,8 +78,8 @@ void *bd_overlay_page_on(bd_model *model, uint32_t rank, void *page);
  * pieces of any sizes; what is cut between two of them is kept until it is whole. Where
  * bd_overlay_feeds_anywhere() says so, in any order and from any threads at once; else in ascending
  * order from one thread. What lies in memory of the backend's host_alloc or host_lock must stay as
- * it is until the next call of feed_bytes for this model has returned, or the feed is settled or
- * destroyed. */
+ * it is until the next call of feed_bytes for this model has gone well, or the feed is destroyed.
+ */
 typedef struct bd_overlay_feed bd_overlay_feed;
 bool bd_overlay_feeds_anywhere(const bd_model *model);
 BD_MUST_CHECK bd_status bd_overlay_feed_create(bd_model *model, const bd_overlay_plan *plan,
