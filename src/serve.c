@@ -234,11 +234,12 @@ static bd_status open_model(server *s, bd_error *err) {
     if ((status = bd_model_open(&options, &s->model, err)) != BD_OK) return status;
     s->slots = options.delta_slots;
     const bd_memory_plan *plan = bd_model_memory(s->model);
+    /* As the lines of the plan before it, megabytes of each rank. */
     bd_log(BD_LOG_INFO, "model",
-           "ready path=%s weights_mb=%" PRIu64 " workspace_mb=%" PRIu64 " kv_mb=%" PRIu64
+           "ready path=%s ranks=%u weights_mb=%" PRIu64 " workspace_mb=%" PRIu64 " kv_mb=%" PRIu64
            " logits_mb=%" PRIu64 " deltas_mb=%" PRIu64 " kv_tokens=%u slots=%u",
-           o->base_path, plan->weights >> 20, plan->workspace >> 20, plan->kv >> 20,
-           plan->logits >> 20, plan->deltas >> 20,
+           o->base_path, o->tensor_parallel, plan->weights >> 20, plan->workspace >> 20,
+           plan->kv >> 20, plan->logits >> 20, plan->deltas >> 20,
            bd_model_kv_block_count(s->model) * bd_model_kv_block_tokens(s->model),
            options.delta_slots);
     return BD_OK;

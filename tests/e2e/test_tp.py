@@ -204,6 +204,7 @@ def test_answers_as_one_rank_does(server, split, fields):
 def test_each_rank_has_its_threads(split):
     names = {(task / "comm").read_text().strip() for task in Path(f"/proc/{split.process.pid}/task").iterdir()}
     assert {f"bd-{kind}-{r}" for kind in ("exec", "load") for r in range(4)} <= names
+    assert split.find(r"mod=model ready .* ranks=4 weights_mb=")
 
 
 def test_a_shard_that_one_rank_reads(launch, tmp_path):
