@@ -390,14 +390,14 @@ static void close_cache(void) {
 }
 
 static void run(uint32_t ranks) {
-    const uint64_t until_us = bd_now_us() + 3500000; /* a slow machine makes fewer rounds */
     w = (world){.random = support_seed(), .ranks = ranks};
     make_files();
     w.model = open_model(late_ops(support_random(&w.random)), SLOTS);
     make_wants();
+    const uint64_t until_us = bd_now_us() + 3500000; /* a slow machine takes fewer turns */
     for (uint32_t round = 0; round < ROUNDS && (round < 2 || bd_now_us() < until_us); round++) {
         open_cache();
-        for (uint32_t n = 0; n < 2500; n++)
+        for (uint32_t n = 0; n < 2500 && (n < 300 || bd_now_us() < until_us); n++)
             turn();
         close_cache();
     }
