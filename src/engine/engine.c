@@ -194,10 +194,20 @@ static void lose_device(bd_engine *engine, const bd_error *err) {
     close_engine(engine, err);
 }
 
+static uint64_t later(uint64_t now_us, uint64_t span_us, uint64_t times) {
+    return span_us == 0 || span_us > UINT64_MAX / 8 ? UINT64_MAX : now_us + span_us * times;
+}
+
 /* A step that the executor itself does not come back from. Its sequences end; what the step reads
- * stays. */
+ * stays. At first it is given half the deadline more: where the whole process stood still (SIGSTOP,
+ * a frozen container), the executor could not come either. */
 static void check_hang(bd_engine *engine, uint64_t now_us) {
     if (!engine->in_flight || engine->stuck || now_us < engine->give_up_us) return;
+    if (!engine->overdue) {
+        engine->overdue = true;
+        engine->give_up_us = later(now_us, engine->options.step_deadline_us / 2, 1);
+        return;
+    }
     engine->stuck = true;
     bd_error err;
     (void)bd_fail(&err, BD_E_DEVICE, "bd-exec-0", "the device did not finish step %llu in time",
@@ -220,10 +230,6 @@ static bool collect_finished(bd_engine *engine, bd_step_buffer **buffer) {
     return false;
 }
 
-static uint64_t later(uint64_t now_us, uint64_t span_us, uint64_t times) {
-    return span_us == 0 || span_us > UINT64_MAX / 8 ? UINT64_MAX : now_us + span_us * times;
-}
-
 /* Of a step that begins now. Twice, since the launch itself may wait for the device, or for half
  * the deadline at the gate of a loading variant. */
 static uint64_t give_up_time(const bd_engine *engine, uint64_t now_us) {
@@ -237,6 +243,7 @@ static bool launch(bd_engine *engine) {
     uint64_t now_us = bd_now_us();
     engine->in_flight = buffer;
     engine->give_up_us = give_up_time(engine, now_us);
+    engine->overdue = false;
     bd_executor_submit(engine->executor, &buffer->step, buffer->gated ? &buffer->gate : NULL,
                        buffer->results, later(now_us, engine->options.step_deadline_us, 1));
     return true;

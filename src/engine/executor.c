@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <time.h>
 
+#include "bitdelta/base/clock.h"
 #include "bitdelta/base/mailbox.h"
 
 enum { EXECUTOR_IDLE, EXECUTOR_BUSY, EXECUTOR_OVER };
@@ -26,16 +27,21 @@ struct bd_executor {
     const bd_step *step;
     bd_stream_gate *gate;
     bd_token_result *results;
-    uint64_t deadline_us;
+    uint64_t deadline_us, span_us; /* span: to the deadline, as the step came */
     bd_status status;
     bd_error error;
 };
 
-/* What the step waited for a variant's layers is not the device's time. */
+/* What the step waited for a variant's layers is not the device's time. Once it is launched it has
+ * half of its time at least: the process may have stood still (SIGSTOP, a frozen container). */
 static uint64_t deadline_of(const bd_executor *executor) {
     const uint64_t deadline_us = executor->deadline_us;
+    if (deadline_us == UINT64_MAX) return UINT64_MAX;
     const uint64_t waited_us = executor->gate ? executor->gate->waited_us : 0;
-    return deadline_us < UINT64_MAX - waited_us ? deadline_us + waited_us : UINT64_MAX;
+    const uint64_t least_us = bd_now_us() + executor->span_us / 2;
+    const uint64_t until_us =
+        deadline_us < UINT64_MAX - waited_us ? deadline_us + waited_us : UINT64_MAX;
+    return until_us > least_us ? until_us : least_us;
 }
 
 static void run_step(bd_executor *executor) {
@@ -127,6 +133,11 @@ void bd_executor_submit(bd_executor *executor, const bd_step *step, bd_stream_ga
     executor->gate = gate;
     executor->results = results;
     executor->deadline_us = deadline_us;
+    executor->span_us = 0;
+    if (deadline_us != UINT64_MAX) {
+        const uint64_t now_us = bd_now_us();
+        if (deadline_us > now_us) executor->span_us = deadline_us - now_us;
+    }
     atomic_store_explicit(&executor->state, EXECUTOR_BUSY, memory_order_release);
     bd_mailbox_wake(executor->inbox);
 }

@@ -154,6 +154,7 @@ struct bd_engine {
     uint32_t layers;
     uint64_t stream_wake_us; /* when a loading variant may start, as of this turn */
     uint64_t give_up_us;     /* the executor itself counts as hung */
+    bool overdue;            /* it was given more time once */
     bool closed;
     bd_error closed_error;
 

@@ -1,6 +1,10 @@
 /* test_engine_sched.c - the scheduler over a fake model: random arrivals, lengths, cancels and a KV
  * cache so small that preemption never stops. Every sequence must give exactly what it gives alone;
  * no block, lease or call may be left. */
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include "engine_fake.h"
 
 /* The cache, as far as the engine knows it. */
@@ -562,6 +566,81 @@ static void test_device_hangs(void **state) {
     run_trouble(TROUBLE_HANG);
 }
 
+/* ---- The process is stopped while a step is launched, for longer than a step may take ---- */
+
+enum { SLOW_DEADLINE_US = 4000000, STOPPED_S = 9 };
+
+static struct { /* the child's */
+    int here, go;
+    bool asked;
+} paused;
+
+static bd_status forward_when_told(void *ctx, const bd_step *step, bd_stream_gate *gate,
+                                   bd_error *err) {
+    char byte;
+    if (!paused.asked) {
+        paused.asked = true;
+        if (write(paused.here, "", 1) != 1 || read(paused.go, &byte, 1) != 1)
+            return bd_fail(err, BD_E_INTERNAL, "planted", "the other end is gone");
+    }
+    return fake_forward(ctx, step, gate, err);
+}
+
+static bd_status wait_or_lose(void *ctx, const bd_step *step, uint64_t deadline_us,
+                              bd_token_result *results, bd_error *err) {
+    if (bd_now_us() >= deadline_us)
+        return bd_fail(err, BD_E_DEVICE, "planted", "the deadline is over");
+    return fake_wait(ctx, step, deadline_us, results, err);
+}
+
+/* Exit status 0: the sequence got all its tokens. */
+static int run_paused(void) {
+    static const bd_executor_ops ops = {.forward = forward_when_told, .wait = wait_or_lose};
+    static client c;
+    script s = {.count = 1, .clients = &c, .rng = {1}};
+    fake_device fake;
+    bd_engine_options options = base_options(&s);
+    options.step_deadline_us = SLOW_DEADLINE_US;
+    fake_device_init(&fake, &options, 60, 4, 1);
+    fake.device.ops = &ops;
+    make_client(&s, &c, NULL, 0, true);
+    make_plain(&c, 3, 5);
+    start(&s, &options, &fake);
+    wait_over(&s);
+    check_client(&s, &c);
+    if (c.finish == BD_FINISH_ERROR) (void)fprintf(stderr, "%s\n", s.closed_error.message);
+    return bd_engine_lost(s.engine) ? 2 : s.wrong > 0;
+}
+
+static void test_paused(void **state) {
+    (void)state;
+    int here[2], go[2], status;
+    char byte;
+    assert_int_equal(pipe(here), 0);
+    assert_int_equal(pipe(go), 0);
+    const pid_t child = fork();
+    assert_true(child >= 0);
+    if (child == 0) {
+        paused.here = here[1];
+        paused.go = go[0];
+        _exit(run_paused());
+    }
+    close(here[1]); /* so that a child that failed is heard of */
+    assert_int_equal(read(here[0], &byte, 1), 1);
+    fake_sleep_us(200000); /* until bd-sched sleeps */
+    assert_int_equal(kill(child, SIGSTOP), 0);
+    fake_sleep_us((uint64_t)STOPPED_S * 1000000u);
+    assert_int_equal(kill(child, SIGCONT), 0);
+    fake_sleep_us(200000); /* for a bd-sched that gives up */
+    assert_int_equal(write(go[1], "", 1), 1);
+    assert_int_equal(waitpid(child, &status, 0), child);
+    assert_true(WIFEXITED(status));
+    assert_int_equal(WEXITSTATUS(status), 0);
+    close(here[0]);
+    close(go[0]);
+    close(go[1]);
+}
+
 static void test_step_fails(void **state) {
     (void)state;
     run_trouble(TROUBLE_STEP);
@@ -689,6 +768,7 @@ int main(void) {
         cmocka_unit_test(test_stop_with_work),
         cmocka_unit_test(test_device_lost),
         cmocka_unit_test(test_device_hangs),
+        cmocka_unit_test(test_paused),
         cmocka_unit_test(test_step_fails),
         cmocka_unit_test(test_nan),
     };
