@@ -1,11 +1,10 @@
 /* test_engine_sched.c - the scheduler over a fake model: random arrivals, lengths, cancels and a KV
  * cache so small that preemption never stops. Every sequence must give exactly what it gives alone;
  * no block, lease or call may be left. */
-#include <signal.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "engine_fake.h"
+#include "stopped_child.h"
 
 /* The cache, as far as the engine knows it. */
 bool bd_cache_poll(bd_cache *cache, uint64_t now_us) {
@@ -594,7 +593,9 @@ static bd_status wait_or_lose(void *ctx, const bd_step *step, uint64_t deadline_
 }
 
 /* Exit status 0: the sequence got all its tokens. */
-static int run_paused(void) {
+static int run_paused(int here, int go) {
+    paused.here = here;
+    paused.go = go;
     static const bd_executor_ops ops = {.forward = forward_when_told, .wait = wait_or_lose};
     static client c;
     script s = {.count = 1, .clients = &c, .rng = {1}};
@@ -614,31 +615,7 @@ static int run_paused(void) {
 
 static void test_paused(void **state) {
     (void)state;
-    int here[2], go[2], status;
-    char byte;
-    assert_int_equal(pipe(here), 0);
-    assert_int_equal(pipe(go), 0);
-    const pid_t child = fork();
-    assert_true(child >= 0);
-    if (child == 0) {
-        paused.here = here[1];
-        paused.go = go[0];
-        _exit(run_paused());
-    }
-    close(here[1]); /* so that a child that failed is heard of */
-    assert_int_equal(read(here[0], &byte, 1), 1);
-    fake_sleep_us(200000); /* until bd-sched sleeps */
-    assert_int_equal(kill(child, SIGSTOP), 0);
-    fake_sleep_us((uint64_t)STOPPED_S * 1000000u);
-    assert_int_equal(kill(child, SIGCONT), 0);
-    fake_sleep_us(200000); /* for a bd-sched that gives up */
-    assert_int_equal(write(go[1], "", 1), 1);
-    assert_int_equal(waitpid(child, &status, 0), child);
-    assert_true(WIFEXITED(status));
-    assert_int_equal(WEXITSTATUS(status), 0);
-    close(here[0]);
-    close(go[0]);
-    close(go[1]);
+    stopped_child(run_paused, STOPPED_S);
 }
 
 static void test_step_fails(void **state) {

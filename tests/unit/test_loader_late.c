@@ -137,18 +137,7 @@ static void remove_files(void) {
 static bd_model *open_model(const bd_backend_ops *ops, uint32_t slots) {
     bd_error err = {0};
     bd_model *model;
-    const bd_model_options options = {.dir = "demo/zen-mini",
-                                      .ops = ops,
-                                      .rank_count = w.ranks,
-                                      .thread_count = w.ranks,
-                                      .rows_max = 16,
-                                      .seqs_max = 4,
-                                      .logits_rows_max = 4,
-                                      .kv_block_tokens = 16,
-                                      .kv_tokens = 256,
-                                      .rope_tables_max = 1,
-                                      .max_model_len = 128,
-                                      .delta_slots = slots};
+    const bd_model_options options = tp_demo_options(ops, w.ranks, slots);
     MS_OK(bd_model_open(&options, &model, &err), err);
     return model;
 }

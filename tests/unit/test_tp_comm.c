@@ -7,16 +7,15 @@
 
 #include <cmocka.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "bitdelta/backend/comm.h"
 #include "bitdelta/base/clock.h"
+#include "stopped_child.h"
 
 enum { FLOATS_MAX = 3000, ROUNDS = 200, LONG_US = 60000000 };
 
@@ -208,27 +207,7 @@ static int wait_through_a_stop(int here, int go) {
 /* Longer than a rank waits: nobody has stayed away, all stood still. */
 static void a_stopped_process_loses_nobody(void **state) {
     (void)state;
-    int here[2], go[2], status;
-    char byte;
-    assert_int_equal(pipe(here), 0);
-    assert_int_equal(pipe(go), 0);
-    const pid_t child = fork();
-    assert_true(child >= 0);
-    if (child == 0) _exit(wait_through_a_stop(here[1], go[0]));
-    close(here[1]); /* so that a child that failed is heard of */
-    assert_int_equal(read(here[0], &byte, 1), 1);
-    nanosleep(&(struct timespec){.tv_nsec = 200000000}, NULL);
-    assert_int_equal(kill(child, SIGSTOP), 0);
-    nanosleep(&(struct timespec){.tv_sec = STOPPED_S}, NULL);
-    assert_int_equal(kill(child, SIGCONT), 0);
-    nanosleep(&(struct timespec){.tv_nsec = 200000000}, NULL); /* for one that gives up */
-    assert_int_equal(write(go[1], "", 1), 1);
-    assert_int_equal(waitpid(child, &status, 0), child);
-    assert_true(WIFEXITED(status));
-    assert_int_equal(WEXITSTATUS(status), 0);
-    close(here[0]);
-    close(go[0]);
-    close(go[1]);
+    stopped_child(wait_through_a_stop, STOPPED_S);
 }
 
 static void sizes_are_checked(void **state) {

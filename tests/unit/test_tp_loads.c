@@ -68,19 +68,8 @@ static const bd_backend_ops *backend_ops(void) {
 static bd_model *open_model(uint32_t ranks, uint32_t slots) {
     bd_error err = {0};
     bd_model *model;
-    const bd_model_options options = {.dir = "demo/zen-mini",
-                                      .ops = backend_ops(),
-                                      .rank_count = ranks,
-                                      .thread_count = ranks,
-                                      .rows_max = 16,
-                                      .seqs_max = 4,
-                                      .logits_rows_max = 4,
-                                      .kv_block_tokens = 16,
-                                      .kv_tokens = 256,
-                                      .rope_tables_max = 1,
-                                      .max_model_len = 128,
-                                      .extra_vocab_max = 256,
-                                      .delta_slots = slots};
+    bd_model_options options = tp_demo_options(backend_ops(), ranks, slots);
+    options.extra_vocab_max = 256;
     MS_OK(bd_model_open(&options, &model, &err), err);
     return model;
 }

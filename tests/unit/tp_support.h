@@ -65,4 +65,21 @@ static inline void tp_variant_close(tp_variant *v) {
     bd_delta_close(&v->delta);
 }
 
+/* The demo's base with little room, for tests of loads. */
+static inline bd_model_options tp_demo_options(const bd_backend_ops *ops, uint32_t ranks,
+                                               uint32_t slots) {
+    return (bd_model_options){.dir = "demo/zen-mini",
+                              .ops = ops,
+                              .rank_count = ranks,
+                              .thread_count = ranks,
+                              .rows_max = 16,
+                              .seqs_max = 4,
+                              .logits_rows_max = 4,
+                              .kv_block_tokens = 16,
+                              .kv_tokens = 256,
+                              .rope_tables_max = 1,
+                              .max_model_len = 128,
+                              .delta_slots = slots};
+}
+
 #endif
