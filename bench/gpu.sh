@@ -23,7 +23,7 @@
 #   model_ranks    3     whole steps of models of 8B size, on one GPU and on two, and of 70B size on two: what the sums of the ranks
 #                        take of a step, by NCCL too, and the memory beside the plan's; with one GPU the first alone
 #   split          2     8B shape from files on two GPUs, on one and in float32 on the CPU: how far apart the logits are
-#   split_files    3     16 layers of the 70B shape from files on two GPUs: memory beside the plan's, cold loads beside raw reads of
+#   split_files    4     16 layers of the 70B shape from files on two GPUs: memory beside the plan's, cold loads beside raw reads of
 #                        the same files, what loads cost others, logits beside one GPU's; with one GPU it and split are skipped
 #   serving_ranks  2     a server split over two GPUs beside one GPU and the goldens: tokens of all variants, shards that are missing, ends
 #
@@ -238,11 +238,11 @@ run_split() { # FILE SECONDS ARGUMENTS...
     disk=$(mktemp -d)
     keep "$file.csv" "$limit" "$build/bench_gpu_split" "${@:1:2}" cuda "$disk" "${@:3}" ${SPLIT:---cached 1}
     rm -rf "$disk"
-    while read -r line; do say "    $line"; done < <(grep -avE '^(# one|load,|hot,|same,pair)' "$out/$file.csv" | cut -c1-230 | tail -n 30
+    while read -r line; do say "    $line"; done < <(grep -avE '^(# one|load,|ends,|hot,|same,pair)' "$out/$file.csv" | cut -c1-230 | tail -n 30
         grep -av '^t=' "$out/$file.log" | cut -c1-160 | tail -n 12)
 }
 stage_split() { run_split split 120 8b 32 --deltas 2 --float32 1; }
-stage_split_files() { run_split split_files 200 70b 16 --loads 1 --float32 1; }
+stage_split_files() { run_split split_files 240 70b 16 --loads 1 --rounds 15 --float32 1; }
 stage_serving_ranks() {
     find_nccl
     if (($(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l) < 2)); then say "  skipped: one GPU"; return; fi

@@ -47,8 +47,8 @@ typedef struct answers {
     int32_t ids[SEQS][NEW];
 } answers;
 
-typedef struct reader { /* one rank's loader, or raw reads */
-    _Atomic uint64_t bytes;
+typedef struct reader {                        /* one rank's loader, or raw reads */
+    _Atomic uint64_t bytes, first_us, last_us; /* when a read came back */
 } reader;
 
 typedef struct bench {
@@ -185,6 +185,9 @@ static int32_t count_read(void *ctx, uint64_t offset, uint32_t bytes, int32_t re
     reader *r = ctx;
     (void)offset, (void)bytes;
     if (result > 0) atomic_fetch_add(&r->bytes, (uint64_t)result);
+    uint64_t none = 0;
+    atomic_store(&r->last_us, bd_now_us());
+    atomic_compare_exchange_strong(&r->first_us, &none, atomic_load(&r->last_us));
     return result;
 }
 
@@ -222,9 +225,10 @@ static bd_loader *open_loader(bench *b, bd_model *model) {
     return loader;
 }
 
-/* Into the pages from number `first` on. Seconds; *overlay is the caller's. */
-static double load(bd_model *model, bd_loader *loader, const bd_delta *delta, uint32_t first,
-                   bd_overlay **overlay) {
+/* Into the pages from number `first` on. Seconds; *overlay is the caller's; *from_us when it was
+ * asked for. */
+static double load_from(bd_model *model, bd_loader *loader, const bd_delta *delta, uint32_t first,
+                        bd_overlay **overlay, uint64_t *from_us) {
     bd_error err = {0};
     const uint32_t count = bd_overlay_pages_for(model, delta);
     uint8_t *arena = bd_model_ops(model)->delta_arena(bd_model_backend(model));
@@ -233,14 +237,20 @@ static double load(bd_model *model, bd_loader *loader, const bd_delta *delta, ui
     for (uint32_t i = 0; i < count; i++)
         pages[i] = arena + (uint64_t)(first + count - 1 - i) * bd_model_page_bytes(model);
     bd_load l = {.delta = delta, .pages = pages, .page_count = count};
-    const uint64_t from = bd_now_us();
+    *from_us = bd_now_us();
     MUST(bd_loader_submit(loader, &l, &err));
     while (!bd_load_finished(&l))
         lab_sleep_us(200);
     if (l.status != BD_OK) die(l.error.subject, l.error.message);
     free(pages);
     *overlay = l.overlay;
-    return (double)(l.finished_us - from) * 1e-6;
+    return (double)(l.finished_us - *from_us) * 1e-6;
+}
+
+static double load(bd_model *model, bd_loader *loader, const bd_delta *delta, uint32_t first,
+                   bd_overlay **overlay) {
+    uint64_t from_us;
+    return load_from(model, loader, delta, first, overlay, &from_us);
 }
 
 /* ---- The same steps on each ---- */
@@ -521,10 +531,27 @@ static void check_reads(bench *b, bd_model *model, bd_loader *loader) {
     judge(b, "no rank reads more than it keeps and a tensor", right);
 }
 
+/* A line more of a load: when the ranks' first and last reads had come back, and its end. */
+static double cold_load(bench *b, bd_model *model, bd_loader *loader, const bd_delta *delta) {
+    bd_overlay *overlay;
+    uint64_t from, first[RANKS], last[RANKS];
+    for (uint32_t r = 0; r < RANKS; r++)
+        atomic_store(&b->readers[r].first_us, 0);
+    const double took = load_from(model, loader, delta, 0, &overlay, &from);
+    bd_overlay_destroy(overlay);
+    for (uint32_t r = 0; r < RANKS; r++) {
+        first[r] = atomic_load(&b->readers[r].first_us) - from;
+        last[r] = atomic_load(&b->readers[r].last_us) - from;
+    }
+    printf("ends,ms,first reads,%.1f,%.1f,last reads,%.1f,%.1f,load,%.1f\n",
+           (double)first[0] * 1e-3, (double)first[1] * 1e-3, (double)last[0] * 1e-3,
+           (double)last[1] * 1e-3, took * 1e3);
+    return took;
+}
+
 static void cold_loads(bench *b, bd_model *model) {
     double ratios[ROUNDS_MAX], speeds[2][ROUNDS_MAX];
     bd_loader *loader = open_loader(b, model);
-    bd_overlay *overlay;
     fprintf(stderr, "loader: %s %s\n", bd_loader_io_name(loader), bd_loader_io_reason(loader));
     check_reads(b, model, loader);
     (void)read_both(b, 0);
@@ -535,8 +562,7 @@ static void cold_loads(bench *b, bd_model *model) {
             const bool loads = (i + round) % 2;
             drop_cache(b, delta);
             const double took =
-                loads ? load(model, loader, &b->deltas[delta], 0, &overlay) : read_both(b, delta);
-            if (loads) bd_overlay_destroy(overlay);
+                loads ? cold_load(b, model, loader, &b->deltas[delta]) : read_both(b, delta);
             speeds[loads][round] = (double)b->delta_bytes / took * 1e-9;
             printf("load,%u,%s,%.0f,%.4f,%.3f\n", round, loads ? "load" : "raw",
                    (double)b->delta_bytes * 1e-6, took, speeds[loads][round]);
