@@ -167,7 +167,7 @@ typedef struct work { /* one (rows, variants) of one matrix */
     k_gemm_tile *tiles;
     int tile_count, group_rows;
     int32_t *columns, *slot;
-    uint8_t *planes;
+    uint8_t *planes, *digits;
     unsigned long long *workspace;
     unsigned *tickets; /* [TICKETS] */
 } work;
@@ -244,6 +244,14 @@ static void run_mixed(const work *w, int i) {
 
 static void run_rows(const work *w, int i) {
     matrix *m = w->m;
+    k_digits_args digits = {.x = w->x, .digits = w->digits, .k = m->k, .pdl = 1};
+    uint64_t bytes = 0;
+    for (int l = 0; l < w->launch_count; l++) {
+        const launch *part = &w->launches[l];
+        digits.chunks[digits.chunk_count++] = (k_digits_chunk){part->first_row, part->rows, bytes};
+        bytes += k_digits_bytes(part->rows, m->k);
+    }
+    CHECK(k_digits(&digits, stream));
     for (int l = 0; l < w->launch_count; l++) {
         const launch *part = &w->launches[l];
         const k_rows_args args = {
@@ -251,6 +259,7 @@ static void run_rows(const work *w, int i) {
             .w_data = m->w[i % m->copies],
             .x = map_make(w->x, (size_t)w->rows, (size_t)m->k,
                           (unsigned)k_decode_tokens(part->rows)),
+            .digits = w->digits + digits.chunks[l].at_bytes,
             .overlays = m->overlays,
             .columns = w->columns + part->lowest,
             .groups = w->tiles + part->first_group,
@@ -404,6 +413,17 @@ static void tiles_fill(work *w, int most) {
     free(tiles);
 }
 
+/* As the backend does: groups of 16 rows where they are fewer. */
+static void rows_groups_fill(work *w) {
+    tiles_fill(w, w->group_rows = K_MIXED_ROWS);
+    const int many = w->tile_count;
+    tiles_fill(w, w->group_rows = 16);
+    bool takes = w->tile_count < many;
+    for (int l = 0; l < w->launch_count; l++)
+        takes = takes && k_rows_takes(w->launches[l].rows, w->launches[l].groups, 16);
+    if (!takes) tiles_fill(w, w->group_rows = K_MIXED_ROWS);
+}
+
 /* Sets the choice; false: it does not apply. Up to K_LEAN_ROWS rows the backend takes the lean
  * kernel alone, so that a row does not see its batch. */
 static bool choice_set(work *w, int c) {
@@ -413,12 +433,10 @@ static bool choice_set(work *w, int c) {
     if (groups_of(w->how.kind) ? w->rows > MIXED_ROWS || !w->variants
                                : w->m->k % (256 * w->how.split) != 0)
         return false;
-    w->group_rows = w->how.kind == ROWS ? 16 : K_MIXED_ROWS;
-    tiles_fill(w, groups_of(w->how.kind) ? w->group_rows : w->how.tok);
-    for (int l = 0; w->how.kind == ROWS && l < w->launch_count; l++)
-        if (!k_rows_takes(w->launches[l].rows, w->launches[l].groups, 16))
-            w->group_rows = K_MIXED_ROWS;
-    if (w->how.kind == ROWS && w->group_rows == K_MIXED_ROWS) tiles_fill(w, K_MIXED_ROWS);
+    if (w->how.kind == ROWS)
+        rows_groups_fill(w);
+    else
+        tiles_fill(w, groups_of(w->how.kind) ? K_MIXED_ROWS : w->how.tok);
     return true;
 }
 
@@ -569,6 +587,7 @@ int main(int argc, char **argv) {
     CHECK(cudaMemcpy(w.columns, columns, sizeof columns, cudaMemcpyHostToDevice));
     CHECK(cudaMalloc((void **)&w.slot, 256 * 4));
     CHECK(cudaMalloc((void **)&w.planes, k_planes_bytes(K_DECODE_ROWS, 28672)));
+    CHECK(cudaMalloc((void **)&w.digits, K_DIGITS_CHUNKS * k_digits_bytes(K_DECODE_ROWS, 28672)));
     CHECK(cudaMalloc((void **)&w.workspace, k_decode_workspace_bytes(sms)));
     CHECK(cudaMemset(w.workspace, 0, k_decode_workspace_bytes(sms)));
     CHECK(cudaMalloc((void **)&w.tickets, TICKETS * 4));

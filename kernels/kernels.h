@@ -138,10 +138,27 @@ cudaError_t k_mixed(const k_mixed_args *args, cudaStream_t stream);
 /* As k_gemm_cost. */
 double k_mixed_cost(int n, int k, int groups, int variants, int sm_count);
 
+#define K_DIGITS_CHUNKS 17
+typedef struct k_digits_chunk { /* rows of one launch of k_rows, and where its digits begin */
+    int32_t first_row, rows;
+    uint64_t at_bytes;
+} k_digits_chunk;
+typedef struct k_digits_args { /* bitdelta_digits.cu: x as k_rows takes it */
+    const void *x; /* [.., k] */
+    uint8_t *digits;
+    k_digits_chunk chunks[K_DIGITS_CHUNKS];
+    int32_t chunk_count, k;
+    bool fp16;
+    int32_t pdl;
+} k_digits_args;
+uint64_t k_digits_bytes(int rows, int k); /* of a launch of so many rows; a multiple of 128 */
+cudaError_t k_digits(const k_digits_args *args, cudaStream_t stream);
+
 /* bitdelta_rows.cu: the same for at most K_DECODE_ROWS rows, which lie together. */
 typedef struct k_rows_args {
     CUtensorMap w;             /* as k_mixed_args' */
     CUtensorMap x;             /* box rows k_decode_tokens(rows); first_row is a row of it */
+    const uint8_t *digits;     /* of x's rows, by k_digits; 16-byte aligned */
     const void *w_data;
     const k_overlay_linear *overlays;
     const int32_t *columns;    /* as k_mixed_args' */

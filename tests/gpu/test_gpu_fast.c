@@ -142,7 +142,7 @@ typedef struct decode_run {
     enum how how;
     int first, rows;
     device_problem d;
-    buffer planes, columns, slots, groups;
+    buffer planes, digits, columns, slots, groups;
     splitting split;
     k_decode_args args;
     k_mixed_args mixed;
@@ -184,6 +184,7 @@ static bool decode_prepare(const problem *p, enum how how, int sms, int first, i
     *r = (decode_run){.how = how, .first = first, .rows = rows, .d = upload(p, 0, c.rows), .split = splitting_make(sms)};
     const uint8_t *x = (uint8_t *)r->d.x.data + (size_t)first * (size_t)c.k * 2;
     r->planes = buffer_make(NULL, k_planes_bytes(rows, c.k));
+    r->digits = buffer_make(NULL, how == ROWS ? k_digits_bytes(rows, c.k) : 1);
     r->columns = buffer_make(columns, sizeof columns);
     r->slots = buffer_make(slot, sizeof slot);
     r->groups = buffer_make(groups, sizeof groups);
@@ -195,7 +196,7 @@ static bool decode_prepare(const problem *p, enum how how, int sms, int first, i
     r->mixed = (k_mixed_args){.w = w, .x = x_map, .w_data = r->d.w.data, .overlays = r->d.table.data, .columns = r->columns.data, .groups = r->groups.data,
                               .bias = r->d.bias.data, .y = r->d.y.data, .workspace = r->split.work.data, .ticket = r->split.ticket.data, .n = c.n, .k = c.k,
                               .group_count = group_count, .variants = variants, .sm_count = sms, .fp16 = p->fp16, .pdl = pdl};
-    r->whole = (k_rows_args){.w = w, .x = x_map, .w_data = r->d.w.data, .overlays = r->d.table.data, .columns = r->columns.data, .groups = r->groups.data,
+    r->whole = (k_rows_args){.w = w, .x = x_map, .digits = r->digits.data, .w_data = r->d.w.data, .overlays = r->d.table.data, .columns = r->columns.data, .groups = r->groups.data,
                              .bias = r->d.bias.data, .y = r->d.y.data, .workspace = r->split.work.data, .ticket = r->split.ticket.data, .first_row = first,
                              .rows = rows, .n = c.n, .k = c.k, .group_count = group_count, .variants = variants, .sm_count = sms, .fp16 = p->fp16, .pdl = pdl, .group_rows = group_rows};
     return true;
@@ -208,7 +209,11 @@ static void decode_launch(const decode_run *r, cudaStream_t stream) {
     if (r->how == PLAIN) CUDA_OK(k_decode(a, stream));
     else if (r->how == LEAN) CUDA_OK(k_decode_lean(a, stream));
     else if (r->how == MIXED) CUDA_OK(k_mixed(&r->mixed, stream));
-    else CUDA_OK(k_rows(&r->whole, stream));
+    else {
+        const k_digits_args digits = {.x = r->d.x.data, .digits = r->digits.data, .chunks[0] = {r->first, r->rows, 0}, .chunk_count = 1, .k = a->k, .fp16 = a->fp16, .pdl = a->pdl};
+        CUDA_OK(k_digits(&digits, stream));
+        CUDA_OK(k_rows(&r->whole, stream));
+    }
 }
 
 static void decode_finish(decode_run *r, const problem *p, float *y) {
@@ -220,7 +225,7 @@ static void decode_finish(decode_run *r, const problem *p, float *y) {
         if ((i < (size_t)r->first * n || i >= (size_t)(r->first + r->rows) * n) && !isnan(all_rows[i])) fail_msg("output %zu of another row was written", i);
     free(all_rows);
     splitting_free(&r->split);
-    buffer *all[] = {&r->planes, &r->columns, &r->slots, &r->groups};
+    buffer *all[] = {&r->planes, &r->digits, &r->columns, &r->slots, &r->groups};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) buffer_free(all[i]);
 }
 

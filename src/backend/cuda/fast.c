@@ -336,14 +336,40 @@ static double rows_cost(const cuda_fast *fast, const cuda_group *g, const cuda_c
                        (int)chunk->group_rows, (int)chunk->slots, fast->sm_count);
 }
 
+static bool takes_rows(const cuda_fast *fast, const cuda_group *g, const cuda_chunk *chunk) {
+    return rows_cost(fast, g, chunk) < decode_cost(fast, g, chunk);
+}
+
+/* What the rows kernel takes of x, of all chunks that are its; at[]: where each chunk's begin. */
+static bd_status digits(bd_cuda *cuda, bd_group group, uint64_t at[CUDA_CHUNKS_MAX],
+                        bd_error *err) {
+    const cuda_fast *fast = &cuda->fast;
+    const cuda_group *g = &fast->groups[group];
+    const cuda_fast_step *d = &cuda->fast_step;
+    k_digits_args args = {
+        .x = g->x_data, .digits = fast->digits, .k = (int32_t)g->k, .fp16 = cuda->fp16, .pdl = 1};
+    uint64_t bytes = 0;
+    for (uint32_t c = 0; c < d->chunk_count; c++) {
+        const cuda_chunk *chunk = &d->chunks[c];
+        if (!takes_rows(fast, g, chunk)) continue;
+        at[c] = bytes;
+        args.chunks[args.chunk_count++] =
+            (k_digits_chunk){(int32_t)chunk->first_row, (int32_t)chunk->rows, bytes};
+        bytes += k_digits_bytes((int)chunk->rows, (int)g->k);
+    }
+    if (!args.chunk_count) return BD_OK;
+    return cuda_check(cuda, k_digits(&args, cuda->stream), "digits", err);
+}
+
 static bd_status rows(bd_cuda *cuda, uint32_t layer, bd_group group, const cuda_chunk *chunk,
-                      bd_error *err) {
+                      uint64_t digits_at, bd_error *err) {
     cuda_fast *fast = &cuda->fast;
     const cuda_group *g = &fast->groups[group];
     const cuda_fast_step *d = &cuda->fast_step;
     const k_rows_args args = {
         .w = fast->w[layer][group],
         .x = g->x[k_decode_tokens((int)chunk->rows) == 64 ? X_BOX_64 : X_BOX_32],
+        .digits = fast->digits + digits_at,
         .w_data = cuda->linears[layer][g->first],
         .overlays = cuda->step.linears +
                     (size_t)(layer * BD_LINEAR_COUNT + g->first) * cuda->step.overlay_count,
@@ -486,10 +512,14 @@ bd_status cuda_fast_linear(bd_cuda *cuda, uint32_t layer, bd_group group, bd_err
         }
         if (choice.cost <= chunked) return prefill(cuda, layer, group, choice, err);
     }
+    uint64_t at[CUDA_CHUNKS_MAX];
+    s = digits(cuda, group, at, err);
     for (uint32_t c = 0; s == BD_OK && c < d->chunk_count; c++) {
         const cuda_chunk *chunk = &d->chunks[c];
-        const bool whole = rows_cost(&cuda->fast, g, chunk) < decode_cost(&cuda->fast, g, chunk);
-        s = (whole ? rows : decode)(cuda, layer, group, chunk, err);
+        if (takes_rows(&cuda->fast, g, chunk))
+            s = rows(cuda, layer, group, chunk, at[c], err);
+        else
+            s = decode(cuda, layer, group, chunk, err);
     }
     return s;
 }

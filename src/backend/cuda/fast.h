@@ -18,6 +18,7 @@ struct bd_cuda;
 #define CUDA_DECODE_ONLY_ROWS 16u
 #define CUDA_DECODE_ROWS_MAX  256u
 #define CUDA_CHUNKS_MAX       17u
+#define CUDA_DIGIT_ROWS       (2 * CUDA_DECODE_ROWS_MAX + 32) /* of launches of 32 or 64 */
 #define CUDA_MIXED_MAX        16u
 #define CUDA_GROUPS           4u /* bd_group */
 #define CUDA_TICKETS          64u
@@ -46,8 +47,8 @@ typedef struct cuda_fast {
     cuda_group groups[CUDA_GROUPS];
     CUtensorMap (*w)[CUDA_GROUPS]; /* [layers] */
     cuda_fast_head head;
-    uint16_t *fused; /* [rows_max, widest fused output] */
-    uint8_t *planes;
+    uint16_t *fused;               /* [rows_max, widest fused output] */
+    uint8_t *planes, *digits;      /* of x: of a chunk; of all chunks */
     unsigned long long *workspace; /* the decode kernel's */
     unsigned *tickets;             /* [CUDA_TICKETS] */
     uint32_t next_ticket;

@@ -109,9 +109,10 @@ static void workspace_carve(bd_cuda *cuda, const cuda_shape *shape, const bd_bac
     const size_t fused = shape->q_width + 2 * (size_t)shape->kv_width,
                  gated = 2 * (size_t)shape->ffn;
     CARVE(fast.fused, rows * (fused > gated ? fused : gated) * 2);
-    const size_t k_max = shape->ffn > shape->q_width ? shape->ffn : shape->q_width;
-    CARVE(fast.planes,
-          k_planes_bytes(K_DECODE_ROWS, (int)(k_max > shape->hidden ? k_max : shape->hidden)));
+    const size_t inner = shape->ffn > shape->q_width ? shape->ffn : shape->q_width,
+                 k_max = inner > shape->hidden ? inner : shape->hidden;
+    CARVE(fast.planes, k_planes_bytes(K_DECODE_ROWS, (int)k_max));
+    CARVE(fast.digits, CUDA_DIGIT_ROWS / 32 * k_digits_bytes(32, (int)k_max));
     CARVE(fast.workspace, k_decode_workspace_bytes(CUDA_SM_MAX));
     CARVE(fast.tickets, CUDA_TICKETS * sizeof(unsigned));
     if (o->kernels != BD_KERNELS_PLAIN && k_attention_fast((int32_t)shape->head_dim)) {
