@@ -7,8 +7,8 @@
 //   sum_k a[k] z[k] = 64 sum_k sign_k x'[k] + sum over j > 0 of 2^(6-j) sum_k z[k],  x' = x / s rounded to 1, 1/2, 1/4 and 1/8 by j,
 // so each block brings the second part, negated, as its correction. What rounding does to a delta is about 1e-4 of it.
 //
-// Tile:    of a K256 block of a launch's rows, as k_rows has it in shared memory: [16 pieces of 16 values][NT tokens][lo, hi][16 bytes], then of a
-//          token s / 64 and the correction; NT = k_decode_tokens(rows). Piece 8h + i, byte 4q + o is k = 64q + 8i + 4h + o.
+// Tile:    of a K256 block of a launch's rows, as k_rows has it in shared memory: [16 pieces of 16 values][NT tokens][lo, hi][16 bytes], then each
+//          token's correction {c, 0, c, 0}, from which a lane's four sums of digits begin, and each token's s / 64; NT = k_decode_tokens(rows). Piece 8h + i, byte 4q + o is k = 64q + 8i + 4h + o.
 //          Tokens from `rows` on are left as they are: their columns of the product are nobody's.
 // Mapping: a warp a (row, block), 8 neighbours a lane.
 #include "decode.cuh"
@@ -57,7 +57,10 @@ template <typename T> __global__ void __launch_bounds__(256) digits_kernel(const
     u32* piece = (u32*)(tile + ((8 * h + step) * tokens + token) * 32 + q * 4);
     piece[0] = lo[h], piece[4] = hi[h];
   }
-  if (lane == 0) *(uint2*)(tile + tokens * 512 + token * 8) = make_uint2(__float_as_uint(most * (1.f / (4079.f * 64.f))), (u32)correction);
+  if (lane == 0) {
+    ((int4*)(tile + tokens * 512))[token] = make_int4(correction, 0, correction, 0);
+    ((float*)(tile + tokens * 528))[token] = most * (1.f / (4079.f * 64.f));
+  }
 }
 
 }  // namespace

@@ -7,11 +7,11 @@
 // Shapes:  rows as groups of at most GR of one variant (at most G, sorted by variant; base rows have none); W [n][k], x [rows][k], Y [rows][n]
 //          bf16 or fp16 (T); k % 256 == 0, n % 8 == 0.
 // Tile:    128 W rows x NT tokens; a unit is one K256 step of one tile. Units are dealt to the CTAs as in bitdelta_decode.cu, and split tiles
-//          are added up as there (split.cuh; as words up to 32 tokens).
+//          are added up as there (split.cuh; as words).
 // Mapping: warpgroups 0, 1 = 64 W rows each. Warp 8 streams W and the sign chunks in the order of their use, warp 9 x and its digits. Only these
 //          wait for the kernel before.
-// Memory:  ring 1: stages of W 128x64 (128-byte swizzle). Ring 2: sign chunks, 4 KB each. Two tiles of x, K64 by K64 (128-byte swizzle), and of its
-//          digits: GR tokens from any on are an operand of 2 GR rows.
+// Memory:  ring 1: stages of W 128x64 (128-byte swizzle). Ring 2: sign chunks, 4 KB each. One or two tiles of x, K64 by K64 (128-byte swizzle), and two
+//          of its digits: GR tokens from any on are an operand of 2 GR rows.
 // Order:   a group's bytes are made of its sign bits in registers, four K32 steps at a time, while the tensor cores do the four before; the
 //          base's K64 steps go between the first; the bits of the group to come are fetched meanwhile. A column's sums depend on nothing but
 //          its row and (n, k, grid). One K32 step i holds k = 64q + 8i + o (o = 0..7): bit 7 - i of each byte of the chunk. The bits of
@@ -23,25 +23,33 @@ namespace {
 
 template <int NT, int G, int GR> struct Rows {  // G groups of GR rows
   static constexpr int THREADS = 384, REGS = 232, OTHERS = 40;  // registers of the products' warpgroups and of the others
-  static constexpr int SLICE = NT * 32, METAS = 16 * SLICE, DIGITS = digits_tile_bytes(NT);
-  static constexpr int X = NT * 512, STAGES = NT == 64 ? 4 : G <= 4 ? 8 : 6, CHUNKS = NT == 64 || G <= 4 ? 7 : 15, BURST = NT == 64 || G > 4 ? 2 : 4;
-  static constexpr int SMEM = 1024 + STAGES * W_BYTES + 2 * X + 2 * DIGITS + CHUNKS * SIGN_BYTES;
+  static constexpr int SLICE = NT * 32, CORRECTIONS = 16 * SLICE, SCALES = CORRECTIONS + NT * 16, DIGITS = digits_tile_bytes(NT);
+  static constexpr int X = NT * 512, XS = NT == 64 && G > 4 ? 1 : 2;  // tiles of x: it is wanted for a unit's first groups alone
+  static constexpr int STAGES = NT == 64 ? 4 : G <= 4 ? 8 : 6, CHUNKS = NT == 32 && G > 4 || XS == 1 ? 15 : 7, BURST = NT == 64 || G > 4 ? 2 : 4;
+  static constexpr int SMEM = 1024 + STAGES * W_BYTES + XS * X + 2 * DIGITS + CHUNKS * SIGN_BYTES;
   static_assert(SMEM <= BUDGET);
-  static constexpr bool WORDS = NT <= 32, EARLY = G * GR < 128;  // scales are fetched at a tile's beginning, where registers allow
+  static constexpr bool EARLY = G * GR < 128;  // scales are fetched at a tile's beginning, where registers allow
 };
 
 __device__ __forceinline__ void lds_pair(u32 addr_s, u32& a, u32& b) { asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(a), "=r"(b) : "r"(addr_s) : "memory"); }
+__device__ __forceinline__ float lds_value(u32 addr_s) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(addr_s) : "memory");
+  return v;
+}
+
 // x and its digits of the units [u0, u1), by one thread.
-template <typename S> __device__ __forceinline__ void bring_x(const k_rows_args& a, u32 x_tiles, u32 digits, u32 xfull, u32 xempty, int u0, int u1) {
+template <typename S> __device__ __forceinline__ void bring_x(const k_rows_args& a, u32 x_tiles, u32 digits, u32 xfull, u32 xempty, u32 dfull, u32 dempty, int u0, int u1) {
   const int per_tile = a.k / 256;
-  Ring to = {0, 1};
+  Ring x = {0, 1}, d = {0, 1};
   pdl_wait();
-  for (int u = u0; u < u1; u++, to.next(2)) {
-    const u32 bar = xfull + 8 * to.at;
-    mbar_wait_idle(xempty + 8 * to.at, to.phase);
-    mbar_expect(bar, S::X + S::DIGITS);
-    for (int i = 0; i < 4; i++) tma_load(x_tiles + to.at * S::X + i * (S::X / 4), &a.x, u % per_tile * 256 + i * 64, a.first_row, bar, SM90_EVICT_LAST);
-    bulk_load(digits + to.at * S::DIGITS, a.digits + (size_t)(u % per_tile) * S::DIGITS, S::DIGITS, bar, SM90_EVICT_LAST);
+  for (int u = u0; u < u1; u++, x.next(S::XS), d.next(2)) {
+    mbar_wait_idle(dempty + 8 * d.at, d.phase);
+    mbar_expect(dfull + 8 * d.at, S::DIGITS);
+    bulk_load(digits + d.at * S::DIGITS, a.digits + (size_t)(u % per_tile) * S::DIGITS, S::DIGITS, dfull + 8 * d.at, SM90_EVICT_LAST);
+    mbar_wait_idle(xempty + 8 * x.at, x.phase);
+    mbar_expect(xfull + 8 * x.at, S::X);
+    for (int i = 0; i < 4; i++) tma_load(x_tiles + x.at * S::X + i * (S::X / 4), &a.x, u % per_tile * 256 + i * 64, a.first_row, xfull + 8 * x.at, SM90_EVICT_LAST);
   }
 }
 
@@ -59,15 +67,19 @@ template <typename S> __device__ __forceinline__ void stream_signs(const k_rows_
   chunk(u1 - 1, 0);
 }
 
-// Sums of the digits of the group's tokens -> acc[2 j + h]: token 4j + q, row g + 8h of the fragment. metas_s: scale and correction of the first.
-template <int GR> __device__ __forceinline__ void fold_digits(float (&acc)[GR / 2], const int (&e)[GR], u32 metas_s, int q) {
+// What the sums of the digits of a group's tokens begin with. corrections_s: of the first.
+template <int GR> __device__ __forceinline__ void begin_digits(int (&e)[GR], u32 corrections_s, int q) {
+#pragma unroll
+  for (int j = 0; j < GR; j += 4)
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(e[j]), "=r"(e[j + 1]), "=r"(e[j + 2]), "=r"(e[j + 3]) : "r"(corrections_s + (j + q) * 16) : "memory");
+}
+// Sums of the digits of the group's tokens -> acc[2 j + h]: token 4j + q, row g + 8h of the fragment. scales_s: of the first.
+template <int GR> __device__ __forceinline__ void fold_digits(float (&acc)[GR / 2], const int (&e)[GR], u32 scales_s, int q) {
 #pragma unroll
   for (int j = 0; j < GR / 4; j++) {
-    float scale;
-    int correction;
-    lds_meta(metas_s + (4 * j + q) * 8, scale, correction);
+    const float scale = lds_value(scales_s + (4 * j + q) * 4);
 #pragma unroll
-    for (int h = 0; h < 2; h++) acc[2 * j + h] = fmaf(scale, (float)(e[4 * j + 2 * h] + correction + 256 * e[4 * j + 2 * h + 1]), acc[2 * j + h]);
+    for (int h = 0; h < 2; h++) acc[2 * j + h] = fmaf(scale, (float)(e[4 * j + 2 * h] + 256 * e[4 * j + 2 * h + 1]), acc[2 * j + h]);
   }
 }
 
@@ -110,7 +122,7 @@ template <int NT, int GR, int LO = 0, int HI = NT / 8> __device__ __forceinline_
 template <typename T, int NT, int G, int GR> __global__ void __launch_bounds__(Rows<NT, G, GR>::THREADS, 1) rows_kernel(const __grid_constant__ k_rows_args a) {
   typedef Rows<NT, G, GR> S;
   extern __shared__ uint8_t smem_raw[];
-  __shared__ __align__(8) u64 bars[2 * (S::STAGES + S::CHUNKS) + 5];
+  __shared__ __align__(8) u64 bars[2 * (S::STAGES + S::CHUNKS + S::XS + 2)];
   __shared__ const uint8_t* bits_of[SLOTS_MAX];
   __shared__ const float *scale_of[SLOTS_MAX], *bias_of[SLOTS_MAX];
   __shared__ short first_of[G], end_of[G];  // rows, from first_row on
@@ -118,9 +130,9 @@ template <typename T, int NT, int G, int GR> __global__ void __launch_bounds__(R
   __shared__ uint8_t last_of[G];            // end_of; 0: the base
   __shared__ u32 fresh_mask;                // groups whose signs are not those of the group before
   __shared__ int ticket, any_bias;
-  const u32 base = (smem_u32(smem_raw) + 1023) & ~1023u, x_tiles = base + S::STAGES * W_BYTES, digits = x_tiles + 2 * S::X, chunks = digits + 2 * S::DIGITS;
-  const u32 full = smem_u32(bars), empty = full + 8 * S::STAGES, sfull = empty + 8 * S::STAGES, sempty = sfull + 8 * S::CHUNKS, xfull = sempty + 8 * S::CHUNKS, xempty = xfull + 16,
-            landed = xempty + 16;
+  const u32 base = (smem_u32(smem_raw) + 1023) & ~1023u, x_tiles = base + S::STAGES * W_BYTES, digits = x_tiles + S::XS * S::X, chunks = digits + 2 * S::DIGITS;
+  const u32 full = smem_u32(bars), empty = full + 8 * S::STAGES, sfull = empty + 8 * S::STAGES, sempty = sfull + 8 * S::CHUNKS, xfull = sempty + 8 * S::CHUNKS,
+            xempty = xfull + 8 * S::XS, dfull = xempty + 8 * S::XS, dempty = dfull + 16;
   const int wg = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, (threadIdx.x / 32) % 4, 0), lane = threadIdx.x % 32;
   const int per_tile = a.k / 256, units = (a.n + 127) / 128 * per_tile;
   int filled = 0;  // steps of W whose copies are under way, in warp 8
@@ -162,8 +174,8 @@ template <typename T, int NT, int G, int GR> __global__ void __launch_bounds__(R
     if (lane == 0) fresh_mask = fresh;
   } else if (threadIdx.x == 0) {
     for (int i = 0; i < S::CHUNKS; i++) mbar_init(sfull + 8 * i, 1), mbar_init(sempty + 8 * i, 8);
-    for (int i = 0; i < 2; i++) mbar_init(xfull + 8 * i, 1), mbar_init(xempty + 8 * i, 8);
-    mbar_init(landed, 1);
+    for (int i = 0; i < S::XS; i++) mbar_init(xfull + 8 * i, 1), mbar_init(xempty + 8 * i, 8);
+    for (int i = 0; i < 2; i++) mbar_init(dfull + 8 * i, 1), mbar_init(dempty + 8 * i, 8);
     mbar_init_fence();
   }
   __syncthreads();
@@ -177,7 +189,7 @@ template <typename T, int NT, int G, int GR> __global__ void __launch_bounds__(R
     if (warp == 0) {
       if (lane == 0) w_stream<true>(a.w, base, full, empty, u0, u1, per_tile, S::STAGES, S::BURST, filled);
     } else if (warp == 1) {
-      if (lane == 0) bring_x<S>(a, x_tiles, digits, xfull, xempty, u0, u1);
+      if (lane == 0) bring_x<S>(a, x_tiles, digits, xfull, xempty, dfull, dempty, u0, u1);
     } else if (warp == 2 && lane == 0) {
       stream_signs<S>(a, bits_of, chunks, sfull, sempty, u0, u1);
     }
@@ -192,7 +204,7 @@ template <typename T, int NT, int G, int GR> __global__ void __launch_bounds__(R
 #pragma unroll
     for (int g = 0; g < G; g++) firsts[g / 4] |= (u32)__shfl_sync(~0u, (int)first_of[g], 0) << (g % 4 * 8);
     auto first_row = [&](int g) { return (firsts[g / 4] >> (g % 4 * 8)) & 255; };
-    Ring st = {0, 0}, ch = {0, 0}, tl = {0, 0};  // of W, of signs, of x and its digits
+    Ring st = {0, 0}, ch = {0, 0}, xt = {0, 0}, tl = {0, 0};  // of W, of signs, of x, of its digits
     float d[NT / 2], acc[G][GR / 2];
     int e[2][GR];
     u32 A[2][16], ahead[2][2];  // signs of the group to come: of rows g and g + 8
@@ -223,9 +235,11 @@ template <typename T, int NT, int G, int GR> __global__ void __launch_bounds__(R
       for (int i = 0; i < G * GR / 2; i++) acc[i / (GR / 2)][i % (GR / 2)] = 0;
 #pragma unroll 1
       for (; u < end; u++) {
-        const u32 tile_s = digits + tl.at * S::DIGITS, metas = tile_s + S::METAS;
-        const u64 digits_at = desc_plain(tile_s, 8 * S::SLICE, 128), x_at = desc_swizzle128(x_tiles + tl.at * S::X);
-        mbar_wait(xfull + 8 * tl.at, tl.phase);
+        const u32 tile_s = digits + tl.at * S::DIGITS, corrections = tile_s + S::CORRECTIONS, scales = tile_s + S::SCALES;
+        const u64 digits_at = desc_plain(tile_s, 8 * S::SLICE, 128), x_at = desc_swizzle128(x_tiles + xt.at * S::X);
+        mbar_wait(dfull + 8 * tl.at, tl.phase);
+        begin_digits<GR>(e[0], corrections + first_row(0) * 16, q);
+        mbar_wait(xfull + 8 * xt.at, xt.phase);
 #pragma unroll
         for (int g = 0; g < G; g++) {
           u32 signs[2][2];
@@ -252,12 +266,16 @@ template <typename T, int NT, int G, int GR> __global__ void __launch_bounds__(R
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < 4; i++)
-              Imma<2 * GR>::rs(e[g & 1], A[h][4 * i], A[h][4 * i + 1], A[h][4 * i + 2], A[h][4 * i + 3], group_at + (4 * h + i) * (S::SLICE / 16), h || i);
+              Imma<2 * GR>::rs(e[g & 1], A[h][4 * i], A[h][4 * i + 1], A[h][4 * i + 2], A[h][4 * i + 3], group_at + (4 * h + i) * (S::SLICE / 16), 1);
             wgmma_commit();
             wgmma_wait<1>();
             if (t < 4) {
               if (lane == 0) mbar_arrive(empty + 8 * st.at);
               st.next(S::STAGES);
+              if (t == 3) {
+                if (lane == 0) mbar_arrive(xempty + 8 * xt.at);
+                xt.next(S::XS);
+              }
             }
             if (h == 0 && (g == G - 1 || (fresh >> (g + 1) & 1))) {  // every lane has its signs of this slot
               __syncwarp();
@@ -267,15 +285,16 @@ template <typename T, int NT, int G, int GR> __global__ void __launch_bounds__(R
             }
             if (h == 0 && g > 0) {
               pin(e[(g - 1) & 1]);
-              fold_digits<GR>(acc[g > 0 ? g - 1 : 0], e[(g - 1) & 1], metas + first_row(g > 0 ? g - 1 : 0) * 8, q);
+              fold_digits<GR>(acc[g > 0 ? g - 1 : 0], e[(g - 1) & 1], scales + first_row(g > 0 ? g - 1 : 0) * 4, q);
             }
+            if (h == 0 && g < G - 1) begin_digits<GR>(e[(g + 1) & 1], corrections + first_row(g < G - 1 ? g + 1 : 0) * 16, q);
           }
         }
         wgmma_wait<0>();
         pin(e[(G - 1) & 1]);
-        fold_digits<GR>(acc[G - 1], e[(G - 1) & 1], metas + first_row(G - 1) * 8, q);
+        fold_digits<GR>(acc[G - 1], e[(G - 1) & 1], scales + first_row(G - 1) * 4, q);
         __syncwarp();  // every lane has read its scales
-        if (lane == 0) mbar_arrive(xempty + 8 * tl.at);
+        if (lane == 0) mbar_arrive(dempty + 8 * tl.at);
         tl.next(2);
       }
       pin(d);
@@ -284,20 +303,26 @@ template <typename T, int NT, int G, int GR> __global__ void __launch_bounds__(R
         if constexpr (!S::EARLY) load_factor(factor[0], g);
 #pragma unroll
         for (int i = 0; i < GR / 2; i++) acc[g][i] *= factor[S::EARLY ? g : 0][i & 1];
-        turn_group<GR>(acc[g], first_row(g), last_of[g] - first_row(g), q);
       }
+#pragma unroll 1
+      for (int g = 0; g < G; g += 2) {  // code for two, since it is run once a tile and comes from far
 #pragma unroll
-      for (int g = 0; g < G; g++)
-        if (last_of[g]) add_group<NT, GR>(d, acc[g], first_row(g) / 8, first_row(g) % 8, q);
+        for (int i = 0; i < 2; i++) {
+          const int first = first_of[g + i], last = last_of[g + i];
+          if (!last) continue;
+          turn_group<GR>(acc[i], first, last - first, q);
+          add_group<NT, GR>(d, acc[i], first / 8, first % 8, q);
+        }
+#pragma unroll
+        for (int i = 0; i < (G - 2) * GR / 2; i++) acc[i / (GR / 2)][i % (GR / 2)] = acc[i / (GR / 2) + 2][i % (GR / 2)];
+      }
       if (!head) {  // only a CTA's first tile can lack its head
-        if (S::WORDS) leave_words(d, split, cta, tid);
-        else leave_partial(d, split, cta, tid);
+        leave_words(d, split, cta, tid);
         continue;
       }
-      if (end < tile_end) {  // and only its last its end: the stages are free by then
+      if (end < tile_end) {  // and only its last its end
         const int last = split_last(units, cta, gridDim.x, tile_end);
-        if (S::WORDS) add_words(d, split, cta + 1, last, tid);
-        else fetch_partials(d, split, cta + 1, last, tid, base, S::STAGES * W_BYTES / (NT * 512), landed);
+        add_words(d, split, cta + 1, last, tid);
       }
       if (any_bias) {
 #pragma unroll 1

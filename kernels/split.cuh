@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr int SPLIT_WORDS = 8 * 256, SPLIT_PARTIAL = 64 * 256 * 4;  // 64-bit words and bytes of a partial, a CTA
+constexpr int SPLIT_WORDS = 16 * 256, SPLIT_PARTIAL = 64 * 256 * 4;  // 64-bit words and bytes of a partial, a CTA
 
 struct Split {
   unsigned long long* workspace;
@@ -61,26 +61,27 @@ template <int R, int THREADS = 256> __device__ __forceinline__ void leave_words(
   for (int i = 0; i < R / 4; i++)
     store_words(to + i * THREADS, make_uint4(word_of(d[4 * i]), word_of(d[4 * i + 1]), word_of(d[4 * i + 2]), word_of(d[4 * i + 3])));
 }
-// Adds those of CTAs [c0, c1) in their order and clears them; four CTAs' loads in flight.
+// Adds those of CTAs [c0, c1) in their order and clears them; as many CTAs' loads in flight as registers allow.
 template <int R, int THREADS = 256> __device__ __forceinline__ void add_words(float (&d)[R], const Split& split, int c0, int c1, int tid) {
-  for (int c = c0; c < c1; c += 4) {
-    uint4 w[4][R / 4];
+  constexpr int AT_ONCE = R <= 16 ? 4 : 2;
+  for (int c = c0; c < c1; c += AT_ONCE) {
+    uint4 w[AT_ONCE][R / 4];
     bool ready;
     do {
       ready = true;
 #pragma unroll
-      for (int k = 0; k < 4; k++)
+      for (int k = 0; k < AT_ONCE; k++)
 #pragma unroll
         for (int i = 0; i < R / 4; i++) {
           w[k][i] = c + k < c1 ? load_words((const uint4*)split.words(c + k) + i * THREADS + tid) : make_uint4(1, 1, 1, 1);
         }
 #pragma unroll
-      for (int k = 0; k < 4; k++)
+      for (int k = 0; k < AT_ONCE; k++)
 #pragma unroll
         for (int i = 0; i < R / 4; i++) ready &= w[k][i].x && w[k][i].y && w[k][i].z && w[k][i].w;
     } while (!ready);
 #pragma unroll
-    for (int k = 0; k < 4; k++)
+    for (int k = 0; k < AT_ONCE; k++)
       if (c + k < c1)
 #pragma unroll
         for (int i = 0; i < R / 4; i++) {
