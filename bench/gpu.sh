@@ -111,7 +111,7 @@ stage_tests() {
     for test in "$build"/tests/test_gpu_*; do
         [[ -x $test && $test != *.* && $test != *_ranks && $test != *_tp && $test != *_fast ]] && keep tests.txt 150 "$test"
     done
-    for kernels in gemm,decode lean mixed rows; do # each by itself, so that one that hangs hides no other
+    for kernels in gemm,decode lean rows; do # each by itself, so that one that hangs hides no other
         keep tests.txt 60 env BD_GPU_KERNELS=$kernels "$build/tests/test_gpu_fast"
     done
 }
@@ -120,7 +120,7 @@ stage_sanitizers() {
     sanitizer=$(find_sanitizer) || { say "  skipped: compute-sanitizer is not here"; return; }
     export BD_GPU_SMALL=1
     # racecheck knows no copies by the async engine: of the kernels that wait on those, memcheck alone.
-    for what in gemm,decode lean mixed rows; do
+    for what in gemm,decode lean rows; do
         keep sanitizers.txt 60 env BD_GPU_KERNELS=$what "$sanitizer" --tool memcheck --error-exitcode 9 "$build/tests/test_gpu_fast" 1
     done
     for what in sampling attention lora; do
@@ -189,10 +189,10 @@ stage_torch() { # what PyTorch does not get to within its time is named in torch
 stage_ncu() {
     local ncu
     ncu=$(command -v ncu || ls /usr/local/cuda/bin/ncu 2>/dev/null) || { say "  skipped: ncu is not here"; return; }
-    keep ncu.txt 110 "$ncu" --clock-control none --csv --kernel-name-base mangled --kernel-id '::regex:decode_k|lean_k|prefill_k|mixed_k|rows_k:2' \
+    keep ncu.txt 110 "$ncu" --clock-control none --csv --kernel-name-base mangled --kernel-id '::regex:decode_k|lean_k|prefill_k|rows_k:2' \
         --metrics dram__bytes_read.sum,dram__bytes_write.sum,gpu__time_duration.sum,sm__throughput.avg.pct_of_peak_sustained_elapsed \
         env BENCH_CHOICES=1 "$build/bench_gpu_linear" 1 8B 16,64,512 1,8
-    while read -r line; do say "    $line"; done < <(grep -a dram__bytes_read "$out/ncu.txt" | grep -oE '(decode|lean|prefill|mixed|rows)_kernel[A-Za-z0-9_]*|"[a-zA-Z]*byte","[0-9.,]*"' | paste - - | head -n 30)
+    while read -r line; do say "    $line"; done < <(grep -a dram__bytes_read "$out/ncu.txt" | grep -oE '(decode|lean|prefill|rows)_kernel[A-Za-z0-9_]*|"[a-zA-Z]*byte","[0-9.,]*"' | paste - - | head -n 30)
 }
 stage_loads() { # about 5 GB on a disk, of which $TMPDIR says where, and 5 GB of memory
     local disk memory

@@ -140,19 +140,19 @@ static void matrix_free(matrix *m) {
     CHECK(cudaFree(m->overlays));
 }
 
-enum kind { DECODE, LEAN, MIXED, ROWS, GEMM };
+enum kind { DECODE, LEAN, ROWS, GEMM };
 typedef struct choice {
     enum kind kind;
     int tok, split;
 } choice;
 
 static const choice choices[] = {
-    {DECODE, 0, 1}, {LEAN, 0, 1},   {MIXED, 0, 1},  {ROWS, 0, 1},  {GEMM, 256, 1}, {GEMM, 256, 2},
-    {GEMM, 256, 4}, {GEMM, 128, 1}, {GEMM, 128, 2}, {GEMM, 64, 1}, {GEMM, 64, 2},
+    {DECODE, 0, 1}, {LEAN, 0, 1},   {ROWS, 0, 1},   {GEMM, 256, 1}, {GEMM, 256, 2},
+    {GEMM, 256, 4}, {GEMM, 128, 1}, {GEMM, 128, 2}, {GEMM, 64, 1},  {GEMM, 64, 2},
 };
-enum { CHOICES = sizeof choices / sizeof *choices, MIXED_ROWS = 256, LAUNCHES = 64 };
+enum { CHOICES = sizeof choices / sizeof *choices, CHUNKED_ROWS = 256, LAUNCHES = 64 };
 
-typedef struct launch { /* of the kernels of groups */
+typedef struct launch { /* of the rows kernel */
     int first_group, groups, first_row, rows, lowest, variants;
 } launch;
 
@@ -218,30 +218,6 @@ static void run_decode(const work *w, int i) {
     }
 }
 
-static void run_mixed(const work *w, int i) {
-    matrix *m = w->m;
-    for (int l = 0; l < w->launch_count; l++) {
-        const launch *part = &w->launches[l];
-        const k_mixed_args args = {
-            .w = map_make(m->w[i % m->copies], (size_t)m->n, (size_t)m->k, 128),
-            .x = map_make(w->x, (size_t)w->rows, (size_t)m->k, 8),
-            .w_data = m->w[i % m->copies],
-            .overlays = m->overlays,
-            .columns = w->columns + part->lowest,
-            .groups = w->tiles + part->first_group,
-            .y = w->y,
-            .workspace = w->workspace,
-            .ticket = w->tickets + turn++ % TICKETS,
-            .n = m->n,
-            .k = m->k,
-            .group_count = part->groups,
-            .variants = part->variants,
-            .sm_count = sms,
-            .pdl = 1};
-        CHECK(k_mixed(&args, stream));
-    }
-}
-
 static void run_rows(const work *w, int i) {
     matrix *m = w->m;
     k_digits_args digits = {.x = w->x, .digits = w->digits, .k = m->k, .pdl = 1};
@@ -283,7 +259,7 @@ static void run_bitdelta(const work *w, int i) {
     matrix *m = w->m;
     const void *data = m->w[i % m->copies];
     if (w->how.kind != GEMM) {
-        (w->how.kind == MIXED ? run_mixed : w->how.kind == ROWS ? run_rows : run_decode)(w, i);
+        (w->how.kind == ROWS ? run_rows : run_decode)(w, i);
         return;
     }
     const k_gemm_args args = {
@@ -379,10 +355,6 @@ static void base_prepare(work *w) {
     m->best = best;
 }
 
-static bool groups_of(enum kind kind) {
-    return kind == MIXED || kind == ROWS;
-}
-
 static void tiles_fill(work *w, int most) {
     k_gemm_tile *tiles = malloc(((size_t)w->rows + 16) * sizeof *tiles);
     w->tile_count = 0;
@@ -395,11 +367,10 @@ static void tiles_fill(work *w, int most) {
     }
     w->launch_count = 0;
     launch *part = NULL;
-    const int rows_most = w->how.kind == ROWS ? K_DECODE_ROWS : w->rows;
-    for (int t = 0; groups_of(w->how.kind) && t < w->tile_count; t++) {
+    for (int t = 0; w->how.kind == ROWS && t < w->tile_count; t++) {
         const int variant = tiles[t].variant, rows = tiles[t].m1 - tiles[t].m0;
-        if (!part || part->groups == K_MIXED_GROUPS || variant - part->lowest >= 16 ||
-            part->rows + rows > rows_most) {
+        if (!part || part->groups == K_ROWS_GROUPS || variant - part->lowest >= 16 ||
+            part->rows + rows > K_DECODE_ROWS) {
             part = &w->launches[w->launch_count++];
             *part = (launch){.first_group = t, .first_row = tiles[t].m0, .lowest = variant};
         }
@@ -413,15 +384,15 @@ static void tiles_fill(work *w, int most) {
     free(tiles);
 }
 
-/* As the backend does: groups of 16 rows where they are fewer. */
+/* As the backend does: large groups where they are fewer. */
 static void rows_groups_fill(work *w) {
-    tiles_fill(w, w->group_rows = K_MIXED_ROWS);
+    tiles_fill(w, w->group_rows = K_ROWS_SMALL);
     const int many = w->tile_count;
-    tiles_fill(w, w->group_rows = 16);
+    tiles_fill(w, w->group_rows = K_ROWS_LARGE);
     bool takes = w->tile_count < many;
     for (int l = 0; l < w->launch_count; l++)
-        takes = takes && k_rows_takes(w->launches[l].rows, w->launches[l].groups, 16);
-    if (!takes) tiles_fill(w, w->group_rows = K_MIXED_ROWS);
+        takes = takes && k_rows_takes(w->launches[l].rows, w->launches[l].groups, K_ROWS_LARGE);
+    if (!takes) tiles_fill(w, w->group_rows = K_ROWS_SMALL);
 }
 
 /* Sets the choice; false: it does not apply. Up to K_LEAN_ROWS rows the backend takes the lean
@@ -430,18 +401,18 @@ static bool choice_set(work *w, int c) {
     w->how = choices[c];
     if (w->how.kind != ROWS && (w->how.kind == LEAN) != (w->rows <= K_LEAN_ROWS)) return false;
     if (w->how.kind == LEAN || w->how.kind == DECODE) return w->rows <= 256;
-    if (groups_of(w->how.kind) ? w->rows > MIXED_ROWS || !w->variants
-                               : w->m->k % (256 * w->how.split) != 0)
+    if (w->how.kind == ROWS ? w->rows > CHUNKED_ROWS || !w->variants
+                            : w->m->k % (256 * w->how.split) != 0)
         return false;
     if (w->how.kind == ROWS)
         rows_groups_fill(w);
     else
-        tiles_fill(w, groups_of(w->how.kind) ? K_MIXED_ROWS : w->how.tok);
+        tiles_fill(w, w->how.tok);
     return true;
 }
 
 static const char *choice_name(const work *w, char (*text)[32]) {
-    static const char *const names[] = {"decode", "lean", "mixed", "rows"};
+    static const char *const names[] = {"decode", "lean", "rows"};
     if (w->how.kind != GEMM)
         snprintf(*text, sizeof *text, "%s", names[w->how.kind]);
     else
@@ -461,12 +432,6 @@ static double choice_cost(const work *w) {
                             part->variants, sms);
     }
     if (w->how.kind == ROWS) return cost;
-    if (w->how.kind == MIXED) {
-        for (int l = 0; l < w->launch_count; l++)
-            cost +=
-                k_mixed_cost(w->m->n, w->m->k, w->launches[l].groups, w->launches[l].variants, sms);
-        return cost;
-    }
     for (int first = 0; first < w->rows; first += K_DECODE_ROWS) {
         const int last = first + K_DECODE_ROWS < w->rows ? first + K_DECODE_ROWS - 1 : w->rows - 1;
         cost += k_decode_cost(w->m->n, w->m->k, last - first + 1,

@@ -215,7 +215,7 @@ __global__ void __cluster_dims__(Cluster<SPLIT>::SIZE) __launch_bounds__(384, 1)
       for (int p = begin + blockIdx.x / CLUSTER; p < total; p += stride) {
         Tile t = tile_at(PAIR > 1 ? p : p / 2, pairs, a.tile_count, a.group, PAIR > 1 ? rank : p & 1, a.tiles);
         const int tn = min(t.tn, (a.n + 127) / 128 - 1);
-        // Base rows of a mixed launch read W's bytes as if they were signs and multiply them by zero.
+        // Base rows beside variants read W's bytes as if they were signs and multiply them by zero.
         const uint8_t* bits = !DELTA ? nullptr : has_plane(a, t.variant) ? a.overlays[t.variant].bits[0] : (const uint8_t*)a.w_data;
         const uint8_t* signs = bits + ((size_t)tn * chunks + k_off / 4) * SIGN_BYTES;
         auto load_weights = [&](int k) {

@@ -4,7 +4,7 @@
 //
 // b runs over the K256 blocks, k over a block; s and xq = x / s, rounded to 1/8 at the finest, are bitdelta_digits.cu's, sign chunks repack.cu's
 // (1 = minus). All sums of them are exact; the delta is exact but for that rounding, about 1e-4 of it. Y is rounded once.
-// Shapes:  rows as groups of at most GR of one variant (at most G, sorted by variant; base rows have none); W [n][k], x [rows][k], Y [rows][n]
+// Shapes:  rows as groups of at most GR of one variant (at most G, sorted by variant; of the base of any number); W [n][k], x [rows][k], Y [rows][n]
 //          bf16 or fp16 (T); k % 256 == 0, n % 8 == 0.
 // Tile:    128 W rows x NT tokens; a unit is one K256 step of one tile. Units are dealt to the CTAs as in bitdelta_decode.cu, and split tiles
 //          are added up as there (split.cuh; as words).
@@ -367,7 +367,7 @@ template <typename T, int NT> cudaError_t launch_eights(const k_rows_args& a, cu
 }
 template <typename T> cudaError_t launch_groups(const k_rows_args& a, cudaStream_t s) {
   const int groups = a.group_count;
-  if (a.group_rows == 16) {
+  if (a.group_rows == K_ROWS_LARGE) {
     if (a.rows <= 32) return groups <= 2 ? launch<T, 32, 2, 16>(a, s) : launch<T, 32, 4, 16>(a, s);
     return groups <= 4 ? launch<T, 64, 4, 16>(a, s) : launch<T, 64, 8, 16>(a, s);
   }
@@ -378,22 +378,22 @@ template <typename T> cudaError_t launch_groups(const k_rows_args& a, cudaStream
 }  // namespace
 
 extern "C" bool k_rows_takes(int rows, int groups, int group_rows) {
-  return groups >= 1 && groups <= (group_rows == 16 ? (rows <= 32 ? 4 : 8) : K_MIXED_GROUPS);
+  return groups >= 1 && groups <= (group_rows == K_ROWS_LARGE ? (rows <= 32 ? 4 : 8) : K_ROWS_GROUPS);
 }
 
 extern "C" double k_rows_cost(int n, int k, int rows, int groups, int group_rows, int variants, int sm_count) {
   if (k % 256) return 1e300;
-  // Microseconds of a unit's products by groups, those of 16 rows first, and of a launch; of up to 32 and 64 rows. Measured on an H200 (of 8
-  // groups of 16, of 12 and of 16: between their neighbours).
-  static const double products[2][6] = {{2.0, 2.3, 3.33, 4.5, 5.14, 5.8}, {2.7, 4.2, 3.87, 5.0, 5.65, 6.3}};
-  static const double launch[2][6] = {{8.3, 9.6, 9.5, 10, 10, 10.5}, {14.4, 17, 18.6, 18.7, 18.8, 19}};
-  const int wide = rows > 32, at = group_rows == 16 ? (wide ? groups > 4 : groups > 2) : groups <= 4 && !wide ? 1 : groups <= 8 ? 2 : groups <= 12 ? 3 : groups <= 14 ? 4 : 5;
+  // Microseconds of a unit's products and of a launch with its digits, of up to 32 and 64 rows, by groups: of 16 rows the smaller kernel and the
+  // larger, then of 8 up to 8 (and 4), 12, 14 and 16. Measured on an H200, each with as many variants as groups.
+  static const double products[2][7] = {{2.0, 2.35, 2.3, 2.75, 3.55, 4.0, 4.6}, {2.43, 3.35, 2.95, 2.95, 3.65, 4.2, 4.75}};
+  static const double launch[2][7] = {{8.9, 10.3, 9.2, 11.4, 14, 15.1, 17.5}, {13.1, 17.8, 13.6, 13.6, 16.2, 17.4, 18.8}};
+  const int wide = rows > 32, at = group_rows == K_ROWS_LARGE ? groups > (wide ? 4 : 2) : groups <= 4 ? 2 : groups <= 8 ? 3 : groups <= 12 ? 4 : groups <= 14 ? 5 : 6;
   const double bytes = (W_BYTES * 4 + SIGN_BYTES * variants) / 33.4e3, unit = products[wide][at];
   return (double)((n + 127) / 128) * (k / 256) / sm_count * (bytes > unit ? bytes : unit) + launch[wide][at];
 }
 
 extern "C" cudaError_t k_rows(const k_rows_args* a, cudaStream_t s) {
-  if (a->k % 256 || a->n % 8 || a->variants < 1 || a->variants > SLOTS_MAX || a->rows < 1 || a->rows > K_DECODE_ROWS || (a->group_rows != 8 && a->group_rows != 16) ||
+  if (a->k % 256 || a->n % 8 || a->variants < 1 || a->variants > SLOTS_MAX || a->rows < 1 || a->rows > K_DECODE_ROWS || (a->group_rows != K_ROWS_SMALL && a->group_rows != K_ROWS_LARGE) ||
       !k_rows_takes(a->rows, a->group_count, a->group_rows))
     return cudaErrorInvalidValue;
   return a->fp16 ? launch_groups<__half>(*a, s) : launch_groups<__nv_bfloat16>(*a, s);

@@ -115,29 +115,6 @@ double k_decode_cost(int n, int k, int rows, int slots, int sm_count);
 uint64_t k_planes_bytes(int rows, int k);
 cudaError_t k_planes(uint8_t *planes, const void *x, int rows, int k, bool fp16, bool pdl, cudaStream_t stream);
 
-#define K_MIXED_GROUPS 16 /* most groups of one launch */
-#define K_MIXED_ROWS 8    /* most rows of a group */
-
-typedef struct k_mixed_args { /* bitdelta_mixed.cu: rows of several variants, the base product once */
-    CUtensorMap w, x;          /* W [n, k] box 128 x 64; x [rows, k] box 8 x 64; 128-byte swizzle */
-    const void *w_data;
-    const k_overlay_linear *overlays;
-    const int32_t *columns;    /* [variants] column of the overlay table of each slot */
-    const k_gemm_tile *groups; /* rows [m0, m1) of x and y, K_MIXED_ROWS at most; variant: the slot, -1: base. Every slot has a group, in rising order */
-    const float *bias;         /* base's [n], may be NULL */
-    void *y;                   /* [rows, n] */
-    unsigned long long *workspace; /* as k_decode_args' */
-    unsigned *ticket;
-    int32_t n, k, group_count, variants, sm_count;
-    bool fp16;
-    int32_t pdl;               /* as k_gemm_args' */
-    int32_t stages, chunks, burst; /* set by the launcher */
-} k_mixed_args;
-/* 1 <= group_count <= K_MIXED_GROUPS, 1 <= variants <= 16; k % 256 == 0, n % 8 == 0. */
-cudaError_t k_mixed(const k_mixed_args *args, cudaStream_t stream);
-/* As k_gemm_cost. */
-double k_mixed_cost(int n, int k, int groups, int variants, int sm_count);
-
 #define K_DIGITS_CHUNKS 17
 typedef struct k_digits_chunk { /* rows of one launch of k_rows, and where its digits begin */
     int32_t first_row, rows;
@@ -154,24 +131,30 @@ typedef struct k_digits_args { /* bitdelta_digits.cu: x as k_rows takes it */
 uint64_t k_digits_bytes(int rows, int k); /* of a launch of so many rows; a multiple of 128 */
 cudaError_t k_digits(const k_digits_args *args, cudaStream_t stream);
 
-/* bitdelta_rows.cu: the same for at most K_DECODE_ROWS rows, which lie together. */
+#define K_ROWS_GROUPS 16 /* most groups of one launch of k_rows */
+#define K_ROWS_SMALL  8  /* most rows of a group: all of a launch are of either kind */
+#define K_ROWS_LARGE  16
+
+/* bitdelta_rows.cu: at most K_DECODE_ROWS rows of several variants, which lie together, the base product once. */
 typedef struct k_rows_args {
-    CUtensorMap w;             /* as k_mixed_args' */
-    CUtensorMap x;             /* box rows k_decode_tokens(rows); first_row is a row of it */
+    CUtensorMap w;             /* W [n, k] box 128 x 64, 128-byte swizzle */
+    CUtensorMap x;             /* x [.., k] box k_decode_tokens(rows) x 64, likewise; first_row is a row of it */
     const uint8_t *digits;     /* of x's rows, by k_digits; 16-byte aligned */
     const void *w_data;
     const k_overlay_linear *overlays;
-    const int32_t *columns;    /* as k_mixed_args' */
-    const k_gemm_tile *groups; /* likewise; all rows of the launch have one */
-    const float *bias;
+    const int32_t *columns;    /* [variants] column of the overlay table of each slot */
+    const k_gemm_tile *groups; /* rows [m0, m1) of x and y; variant: the slot, -1: base, of any number of rows. Every slot has a group, in
+                                  rising order, and every row is in one */
+    const float *bias;         /* base's [n], may be NULL */
     void *y;                   /* [.., n]; rows from first_row on */
-    unsigned long long *workspace;
+    unsigned long long *workspace; /* as k_decode_args' */
     unsigned *ticket;
-    int32_t group_rows;        /* most rows of a group, 8 or 16 */
+    int32_t group_rows;        /* K_ROWS_SMALL or K_ROWS_LARGE */
     int32_t first_row, rows, n, k, group_count, variants, sm_count; /* first_row: what m0 of the first group is */
     bool fp16;
-    int32_t pdl;
+    int32_t pdl;               /* as k_gemm_args' */
 } k_rows_args;
+/* 1 <= variants <= 16; k % 256 == 0, n % 8 == 0; groups as k_rows_takes. */
 cudaError_t k_rows(const k_rows_args *args, cudaStream_t stream);
 /* Whether groups of at most `group_rows` rows may be so many. */
 bool k_rows_takes(int rows, int groups, int group_rows);

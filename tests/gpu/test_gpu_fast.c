@@ -1,5 +1,5 @@
 /* test_gpu_fast.c - the sm_90a kernels against float64: prefill with W_eff rebuilt in registers, decode with the exact delta.
- * With BD_GPU_SMALL set, small cases only: for compute-sanitizer. BD_GPU_KERNELS, of gemm, decode, lean, mixed: those only. Bounds: decode rounds only y (1.7e-3 of bf16); prefill also rounds W_eff (2.55e-3 expected together). */
+ * With BD_GPU_SMALL set, small cases only: for compute-sanitizer. BD_GPU_KERNELS, of gemm, decode, lean, rows: those only. Bounds: decode rounds only y (1.7e-3 of bf16); prefill also rounds W_eff (2.55e-3 expected together). */
 #include "gpu_problem.h"
 
 static CUtensorMap map_make(const void *data, size_t rows, size_t cols, unsigned box_rows) {
@@ -134,9 +134,9 @@ static void run_gemm(const problem *p, int tok, int parts, int sms, bool wide, f
     buffer_free(&on_device);
 }
 
-enum how { PLAIN, LEAN, MIXED, ROWS, HOWS }; /* kernels for few rows */
-static const char *const how_names[HOWS] = {"decode", "lean decode", "mixed", "rows"};
-static const char *const how_kernels[HOWS] = {"decode", "lean", "mixed", "rows"};
+enum how { PLAIN, LEAN, ROWS, HOWS }; /* kernels for few rows */
+static const char *const how_names[HOWS] = {"decode", "lean decode", "rows"};
+static const char *const how_kernels[HOWS] = {"decode", "lean", "rows"};
 
 typedef struct decode_run {
     enum how how;
@@ -145,7 +145,6 @@ typedef struct decode_run {
     buffer planes, digits, columns, slots, groups;
     splitting split;
     k_decode_args args;
-    k_mixed_args mixed;
     k_rows_args whole;
 } decode_run;
 
@@ -155,11 +154,11 @@ static int groups_fill(const problem *p, int first, int rows, int group_rows, co
     for (int m = 0; m < rows; m++) {
         k_gemm_tile *last = count ? &out[count - 1] : NULL;
         const bool same = last && last->variant == slot[m] && p->row_overlay[first + m] == p->row_overlay[first + m - 1];
-        if (same && last->m1 - last->m0 < group_rows) {
+        if (same && (slot[m] < 0 || last->m1 - last->m0 < group_rows)) {
             last->m1++;
             continue;
         }
-        if (count == K_MIXED_GROUPS) return 0;
+        if (count == K_ROWS_GROUPS) return 0;
         out[count++] = (k_gemm_tile){first + m, first + m + 1, slot[m], 0};
     }
     return count;
@@ -168,19 +167,19 @@ static int groups_fill(const problem *p, int first, int rows, int group_rows, co
 /* Rows [first, first + rows) of the problem in one launch, with every buffer of its own. False: not of this kernel. */
 static bool decode_prepare(const problem *p, enum how how, int sms, int first, int rows, bool pdl, decode_run *r) {
     const linear_case c = p->c;
-    int32_t columns[16] = {0}, slot[K_MIXED_GROUPS * K_MIXED_ROWS];
-    k_gemm_tile groups[K_MIXED_GROUPS] = {0};
+    int32_t columns[16] = {0}, slot[K_ROWS_GROUPS * K_ROWS_LARGE];
+    k_gemm_tile groups[K_ROWS_GROUPS] = {0};
     int variants = 0;
     for (int m = 0; m < rows; m++) {
         int overlay = p->row_overlay[first + m];
         if (overlay >= 0 && (!variants || columns[variants - 1] != overlay)) columns[variants++] = overlay;
         slot[m] = overlay < 0 ? -1 : variants - 1;
     }
-    int group_rows = how == ROWS && test_next() % 2 ? 16 : K_MIXED_ROWS; /* where both will do; a row is the same in either */
-    int group_count = (how == MIXED || how == ROWS) && variants ? groups_fill(p, first, rows, group_rows, slot, groups) : 0;
-    if (group_count && !k_rows_takes(rows, group_count, group_rows)) group_rows = K_MIXED_ROWS, group_count = groups_fill(p, first, rows, group_rows, slot, groups);
-    if ((how == PLAIN && rows > K_DECODE_ROWS) || (how == LEAN && rows > K_LEAN_ROWS) || (how == MIXED && !group_count) || (how == ROWS && (!group_count || rows > K_DECODE_ROWS))) return false;
-    const int tokens = how == MIXED ? K_MIXED_ROWS : k_decode_tokens(rows);
+    int group_rows = test_next() % 2 ? K_ROWS_LARGE : K_ROWS_SMALL; /* where both will do; a row is the same in either */
+    int group_count = how == ROWS && variants ? groups_fill(p, first, rows, group_rows, slot, groups) : 0;
+    if (group_count && !k_rows_takes(rows, group_count, group_rows)) group_rows = K_ROWS_SMALL, group_count = groups_fill(p, first, rows, group_rows, slot, groups);
+    if ((how == PLAIN && rows > K_DECODE_ROWS) || (how == LEAN && rows > K_LEAN_ROWS) || (how == ROWS && (!group_count || rows > K_DECODE_ROWS))) return false;
+    const int tokens = k_decode_tokens(rows);
     *r = (decode_run){.how = how, .first = first, .rows = rows, .d = upload(p, 0, c.rows), .split = splitting_make(sms)};
     const uint8_t *x = (uint8_t *)r->d.x.data + (size_t)first * (size_t)c.k * 2;
     r->planes = buffer_make(NULL, k_planes_bytes(rows, c.k));
@@ -193,9 +192,6 @@ static bool decode_prepare(const problem *p, enum how how, int sms, int first, i
                               .columns = r->columns.data, .slot = r->slots.data, .bias = r->d.bias.data,
                               .y = (uint16_t *)r->d.y.data + (size_t)first * (size_t)c.n, .workspace = r->split.work.data, .ticket = r->split.ticket.data,
                               .rows = rows, .n = c.n, .k = c.k, .variants = variants, .sm_count = sms, .fp16 = p->fp16, .pdl = pdl};
-    r->mixed = (k_mixed_args){.w = w, .x = x_map, .w_data = r->d.w.data, .overlays = r->d.table.data, .columns = r->columns.data, .groups = r->groups.data,
-                              .bias = r->d.bias.data, .y = r->d.y.data, .workspace = r->split.work.data, .ticket = r->split.ticket.data, .n = c.n, .k = c.k,
-                              .group_count = group_count, .variants = variants, .sm_count = sms, .fp16 = p->fp16, .pdl = pdl};
     r->whole = (k_rows_args){.w = w, .x = x_map, .digits = r->digits.data, .w_data = r->d.w.data, .overlays = r->d.table.data, .columns = r->columns.data, .groups = r->groups.data,
                              .bias = r->d.bias.data, .y = r->d.y.data, .workspace = r->split.work.data, .ticket = r->split.ticket.data, .first_row = first,
                              .rows = rows, .n = c.n, .k = c.k, .group_count = group_count, .variants = variants, .sm_count = sms, .fp16 = p->fp16, .pdl = pdl, .group_rows = group_rows};
@@ -208,7 +204,6 @@ static void decode_launch(const decode_run *r, cudaStream_t stream) {
         CUDA_OK(k_planes(r->planes.data, a->x_data, a->rows, a->k, a->fp16, a->pdl, stream));
     if (r->how == PLAIN) CUDA_OK(k_decode(a, stream));
     else if (r->how == LEAN) CUDA_OK(k_decode_lean(a, stream));
-    else if (r->how == MIXED) CUDA_OK(k_mixed(&r->mixed, stream));
     else {
         const k_digits_args digits = {.x = r->d.x.data, .digits = r->digits.data, .chunks[0] = {r->first, r->rows, 0}, .chunk_count = 1, .k = a->k, .fp16 = a->fp16, .pdl = a->pdl};
         CUDA_OK(k_digits(&digits, stream));
@@ -341,7 +336,7 @@ static void test_decode(void **state) {
         free(y);
         problem_free(&p);
     }
-    printf("launches of decode, lean, mixed, rows: %d %d %d %d\n", ran[PLAIN], ran[LEAN], ran[MIXED], ran[ROWS]);
+    printf("launches of decode, lean, rows: %d %d %d\n", ran[PLAIN], ran[LEAN], ran[ROWS]);
     for (int how = PLAIN; how < HOWS; how++) assert_true(ran[how] > 0 || !wanted(how_kernels[how]));
 }
 
@@ -370,7 +365,7 @@ static void test_decode_delta_alone(void **state) {
     }
 }
 
-/* x = e_m: each output is one weight plus one signed scale; to the 16 bits of x's planes, or to the bit where x is not cut. */
+/* x = e_m: each output is one weight plus one signed scale, to the 16 bits of x's planes. */
 static void one_hot(enum how how, int rows, int at) {
     problem p = problem_make((linear_case){rows, 200, 512, 3, 1, 5});
     memset(p.x, 0, (size_t)rows * 512 * 2);
@@ -384,7 +379,7 @@ static void one_hot(enum how how, int rows, int at) {
             const int v = p.row_overlay[m];
             const float w = bd_bf16_to_f32(p.w[n * 512 + k]), delta = v < 0 ? 0 : (float)sign_of(p.bits[v][0], n, k, 512) * p.scale[v][0][n];
             const float want = w + delta, got = y[(size_t)m * 200 + n];
-            const bool right = how == MIXED ? got == bd_bf16_to_f32(bd_f32_to_bf16(want)) : fabsf(got - want) <= fabsf(want) * 0x1p-8f + 1e-6f;
+            const bool right = fabsf(got - want) <= fabsf(want) * 0x1p-8f + 1e-6f;
             if (!right) fail_msg("%s: rows %d row %d output %zu: %g, want %g", how_names[how], rows, m, n, (double)got, (double)want);
         }
     free(y);

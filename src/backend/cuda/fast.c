@@ -26,7 +26,7 @@ static void group_shape(const bd_cuda *cuda, bd_group group, cuda_group *out) {
     out->fast = aligned && out->k % 256 == 0 && out->k <= 65536 && out->n % 8 == 0;
 }
 
-static const uint32_t box_rows[X_BOX_COUNT] = {128, 64, 32, 8};
+static const uint32_t box_rows[X_BOX_COUNT] = {128, 64, 32};
 
 static bool head_maps(bd_cuda *cuda) {
     cuda_fast_head *h = &cuda->fast.head;
@@ -160,21 +160,22 @@ static bool head_fill(bd_cuda *cuda, const bd_step *step, cuda_fast_step *d) {
     return true;
 }
 
-/* The chunk's runs of one slot, cut into groups of at most `most` rows. Returns how many. */
+/* The chunk's runs of one slot, those of variants cut into groups of at most `most` rows. Returns
+ * how many. */
 static uint32_t groups_of(const cuda_chunk *chunk, const int32_t *slot, uint32_t most,
                           k_gemm_tile *out) {
     const uint32_t end = chunk->first_row + chunk->rows;
     uint32_t count = 0;
     for (uint32_t row = chunk->first_row, stop; row < end; row = stop) {
         stop = row + 1;
-        while (stop < end && stop - row < most && slot[stop] == slot[row])
+        while (stop < end && (slot[row] < 0 || stop - row < most) && slot[stop] == slot[row])
             stop++;
         out[count++] = (k_gemm_tile){(int32_t)row, (int32_t)stop, slot[row], 0};
     }
     return count;
 }
 
-/* The chunks' groups of 8 rows for the rows kernel, or of 16 where these are fewer. */
+/* The chunks' small groups for the rows kernel, or large ones where these are fewer. */
 static bool groups_fill(bd_cuda *cuda, const bd_step *step, const int32_t *slot,
                         cuda_fast_step *d) {
     k_gemm_tile *groups =
@@ -185,11 +186,11 @@ static bool groups_fill(bd_cuda *cuda, const bd_step *step, const int32_t *slot,
         cuda_chunk *chunk = &d->chunks[i];
         const int rows = (int)chunk->rows;
         if (!chunk->slots) continue;
-        const uint32_t many = groups_of(chunk, slot, 8, groups + count),
-                       few = groups_of(chunk, slot, 16, groups + count);
-        const bool wide = few < many && k_rows_takes(rows, (int)few, 16);
-        if (!wide && !k_rows_takes(rows, (int)many, 8)) continue;
-        chunk->group_rows = wide ? 16 : 8;
+        const uint32_t many = groups_of(chunk, slot, K_ROWS_SMALL, groups + count),
+                       few = groups_of(chunk, slot, K_ROWS_LARGE, groups + count);
+        const bool wide = few < many && k_rows_takes(rows, (int)few, K_ROWS_LARGE);
+        if (!wide && !k_rows_takes(rows, (int)many, K_ROWS_SMALL)) continue;
+        chunk->group_rows = wide ? K_ROWS_LARGE : K_ROWS_SMALL;
         chunk->first_group = count;
         chunk->groups = groups_of(chunk, slot, chunk->group_rows, groups + count);
         count += chunk->groups;
@@ -225,54 +226,6 @@ static bool slots_fill(bd_cuda *cuda, const bd_step *step, cuda_fast_step *d) {
     return step->row_count <= CUDA_DECODE_ONLY_ROWS || groups_fill(cuda, step, slot, d);
 }
 
-/* Groups of at most K_MIXED_ROWS rows of one variant, in launches; false: too many launches. */
-static bool mixed_split(const bd_step *step, k_gemm_tile *groups, int32_t *columns,
-                        cuda_fast_step *d) {
-    uint32_t count = 0, slots = 0;
-    cuda_mixed *launch = NULL;
-    for (uint32_t s = 0; s < step->segment_count; s++) {
-        const int32_t overlay = step->segments[s].overlay;
-        const uint32_t end = step->segments[s].first_row + step->segments[s].row_count;
-        bool fresh = overlay >= 0;
-        for (uint32_t row = step->segments[s].first_row; row < end; row += K_MIXED_ROWS) {
-            if (!launch || launch->groups == K_MIXED_GROUPS || (fresh && launch->slots == 16)) {
-                if (d->mixed_count == CUDA_MIXED_MAX) return false;
-                launch = &d->mixed[d->mixed_count++];
-                launch->first_group = count;
-                launch->first_slot = slots;
-                fresh = overlay >= 0;
-            }
-            if (fresh) columns[slots++] = overlay, launch->slots++, fresh = false;
-            launch->groups++;
-            const uint32_t stop = row + K_MIXED_ROWS < end ? row + K_MIXED_ROWS : end;
-            groups[count++] = (k_gemm_tile){(int32_t)row, (int32_t)stop,
-                                            overlay < 0 ? -1 : (int32_t)launch->slots - 1, 0};
-        }
-    }
-    for (uint32_t i = 0; i < d->mixed_count; i++)
-        if (!d->mixed[i].slots) return false; /* the base alone: not this kernel's */
-    return true;
-}
-
-static double mixed_cost(const cuda_fast *fast, uint32_t n, uint32_t k, const cuda_fast_step *d) {
-    double cost = 0;
-    for (uint32_t i = 0; i < d->mixed_count; i++)
-        cost += k_mixed_cost((int)n, (int)k, (int)d->mixed[i].groups, (int)d->mixed[i].slots,
-                             fast->sm_count);
-    return cost;
-}
-
-static bool mixed_fill(bd_cuda *cuda, const bd_step *step, cuda_fast_step *d) {
-    k_gemm_tile *groups =
-        cuda_upload_reserve(cuda, step->row_count, sizeof *groups, (const void **)&d->groups);
-    int32_t *columns = cuda_upload_reserve(cuda, step->row_count, sizeof *columns,
-                                           (const void **)&d->mixed_columns);
-    if (!groups || !columns) return false;
-    if (!mixed_split(step, groups, columns, d))
-        memset(d->mixed, 0, sizeof d->mixed), d->mixed_count = 0;
-    return true;
-}
-
 bool cuda_fast_step_fill(bd_cuda *cuda, const bd_step *step) {
     cuda_fast_step *d = &cuda->fast_step;
     memset(d, 0, sizeof *d); /* with its padding: recorded steps are found by its bytes */
@@ -282,9 +235,6 @@ bool cuda_fast_step_fill(bd_cuda *cuda, const bd_step *step) {
     for (uint32_t s = 0; s < step->segment_count; s++)
         d->any_delta |= step->segments[s].overlay >= 0;
     if (step->row_count <= CUDA_DECODE_ROWS_MAX && !slots_fill(cuda, step, d)) return false;
-    if (d->any_delta && step->row_count > CUDA_DECODE_ONLY_ROWS &&
-        step->row_count <= CUDA_DECODE_ROWS_MAX && !mixed_fill(cuda, step, d))
-        return false;
     return step->row_count <= CUDA_DECODE_ONLY_ROWS || tiles_fill(cuda, step, d);
 }
 
@@ -392,33 +342,6 @@ static bd_status rows(bd_cuda *cuda, uint32_t layer, bd_group group, const cuda_
     return cuda_check(cuda, k_rows(&args, cuda->stream), "rows of many variants", err);
 }
 
-static bd_status mixed(bd_cuda *cuda, uint32_t layer, bd_group group, const cuda_mixed *launch,
-                       bd_error *err) {
-    cuda_fast *fast = &cuda->fast;
-    const cuda_group *g = &fast->groups[group];
-    const cuda_fast_step *d = &cuda->fast_step;
-    const k_mixed_args args = {.w = fast->w[layer][group],
-                               .x = g->x[X_BOX_8],
-                               .w_data = cuda->linears[layer][g->first],
-                               .overlays = cuda->step.linears +
-                                           (size_t)(layer * BD_LINEAR_COUNT + g->first) *
-                                               cuda->step.overlay_count,
-                               .columns = d->mixed_columns + launch->first_slot,
-                               .groups = d->groups + launch->first_group,
-                               .bias = cuda_group_bias(cuda, layer, group),
-                               .y = g->y_data,
-                               .workspace = fast->workspace,
-                               .ticket = &fast->tickets[fast->next_ticket++ % CUDA_TICKETS],
-                               .n = (int32_t)g->n,
-                               .k = (int32_t)g->k,
-                               .group_count = (int32_t)launch->groups,
-                               .variants = (int32_t)launch->slots,
-                               .sm_count = fast->sm_count,
-                               .fp16 = cuda->fp16,
-                               .pdl = 1};
-    return cuda_check(cuda, k_mixed(&args, cuda->stream), "mixed rows", err);
-}
-
 typedef struct gemm_choice {
     uint32_t tile; /* index of tile_tokens */
     int split;
@@ -504,12 +427,6 @@ bd_status cuda_fast_linear(bd_cuda *cuda, uint32_t layer, bd_group group, bd_err
     if (d->tiles[0]) {
         const gemm_choice choice = choose_tile(&cuda->fast, g->n, g->k, d->tile_count);
         const double chunked = d->chunk_count ? chunks_cost(&cuda->fast, g, d) : 1e300;
-        const double least = choice.cost <= chunked ? choice.cost : chunked;
-        if (d->mixed_count && mixed_cost(&cuda->fast, g->n, g->k, d) < least) {
-            for (uint32_t i = 0; s == BD_OK && i < d->mixed_count; i++)
-                s = mixed(cuda, layer, group, &d->mixed[i], err);
-            return s;
-        }
         if (choice.cost <= chunked) return prefill(cuda, layer, group, choice, err);
     }
     uint64_t at[CUDA_CHUNKS_MAX];

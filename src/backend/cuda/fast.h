@@ -19,12 +19,11 @@ struct bd_cuda;
 #define CUDA_DECODE_ROWS_MAX  256u
 #define CUDA_CHUNKS_MAX       17u
 #define CUDA_DIGIT_ROWS       (2 * CUDA_DECODE_ROWS_MAX + 32) /* of launches of 32 or 64 */
-#define CUDA_MIXED_MAX        16u
-#define CUDA_GROUPS           4u /* bd_group */
+#define CUDA_GROUPS           4u                              /* bd_group */
 #define CUDA_TICKETS          64u
 #define CUDA_TILES            3u /* of 256, 128, 64 tokens */
 
-enum { X_BOX_128, X_BOX_64, X_BOX_32, X_BOX_8, X_BOX_COUNT }; /* rows of a box of x */
+enum { X_BOX_128, X_BOX_64, X_BOX_32, X_BOX_COUNT }; /* rows of a box of x */
 
 typedef struct cuda_group {
     bool fast;
@@ -60,10 +59,6 @@ typedef struct cuda_chunk { /* rows for one launch of the decode or the rows ker
     uint32_t first_group, groups, group_rows; /* of the rows kernel; groups 0: not for it */
 } cuda_chunk;
 
-typedef struct cuda_mixed { /* groups for one launch of the mixed kernel, and their slots */
-    uint32_t first_group, groups, first_slot, slots;
-} cuda_mixed;
-
 /* Device pointers of the step's lists, in the upload. */
 typedef struct cuda_fast_step {
     bool usable, any_delta;               /* at most one plane, fused planes adjacent */
@@ -73,10 +68,6 @@ typedef struct cuda_fast_step {
     cuda_chunk chunks[CUDA_CHUNKS_MAX];
     uint32_t chunk_count; /* 0: too many rows */
     const k_gemm_tile *chunk_groups;
-    const k_gemm_tile *groups;    /* of the mixed kernel */
-    const int32_t *mixed_columns; /* overlay column of each slot */
-    cuda_mixed mixed[CUDA_MIXED_MAX];
-    uint32_t mixed_count;                      /* 0: not for this step */
     const k_gemm_tile *head_tiles[CUDA_TILES]; /* NULL: the head is the plain kernel's */
     uint32_t head_tile_count[CUDA_TILES];
 } cuda_fast_step;
