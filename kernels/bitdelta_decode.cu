@@ -300,7 +300,7 @@ template <typename T, int NT, Mode MODE> cudaError_t launch(k_decode_args a, cud
   cudaLaunchConfig_t c = {};
   cudaLaunchAttribute at[1];
   at[0].id = cudaLaunchAttributeProgrammaticStreamSerialization, at[0].val.programmaticStreamSerializationAllowed = 1;
-  c.gridDim = dim3((unsigned)(a.sm_count < units ? a.sm_count : units));  // every CTA must own at least one unit: the split counts on it
+  c.gridDim = dim3((unsigned)split_count(units, a.k / 256, a.sm_count));
   c.blockDim = dim3(S::THREADS), c.dynamicSmemBytes = (size_t)smem, c.stream = s, c.attrs = at, c.numAttrs = a.pdl ? 1 : 0;
   return cudaLaunchKernelEx(&c, decode_kernel<T, NT, MODE>, a);
 }

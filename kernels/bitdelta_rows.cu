@@ -357,7 +357,7 @@ template <typename T, int NT, int G, int GR> cudaError_t launch(const k_rows_arg
   cudaLaunchConfig_t c = {};
   cudaLaunchAttribute at[1];
   at[0].id = cudaLaunchAttributeProgrammaticStreamSerialization, at[0].val.programmaticStreamSerializationAllowed = 1;
-  c.gridDim = dim3((unsigned)(a.sm_count < units ? a.sm_count : units));  // every CTA must own at least one unit: the split counts on it
+  c.gridDim = dim3((unsigned)split_count(units, a.k / 256, a.sm_count));
   c.blockDim = dim3(S::THREADS), c.dynamicSmemBytes = S::SMEM, c.stream = s, c.attrs = at, c.numAttrs = a.pdl ? 1 : 0;
   return cudaLaunchKernelEx(&c, kernel, a);
 }
@@ -385,8 +385,8 @@ extern "C" double k_rows_cost(int n, int k, int rows, int groups, int group_rows
   if (k % 256) return 1e300;
   // Microseconds of a unit's products and of a launch with its digits, of up to 32 and 64 rows, by groups: of 16 rows the smaller kernel and the
   // larger, then of 8 up to 8 (and 4), 12, 14 and 16. Measured on an H200, each with as many variants as groups.
-  static const double products[2][7] = {{2.0, 2.35, 2.3, 2.75, 3.55, 4.0, 4.6}, {2.43, 3.35, 2.95, 2.95, 3.65, 4.2, 4.75}};
-  static const double launch[2][7] = {{8.9, 10.3, 9.2, 11.4, 14, 15.1, 17.5}, {13.1, 17.8, 13.6, 13.6, 16.2, 17.4, 18.8}};
+  static const double products[2][7] = {{2.0, 2.35, 2.3, 2.75, 3.55, 4.0, 4.6}, {2.4, 3.35, 2.95, 2.95, 3.65, 4.2, 4.75}};
+  static const double launch[2][7] = {{7.9, 9.2, 8.2, 10.4, 12.7, 13.5, 15.7}, {11.4, 15.5, 11.8, 11.8, 14, 15, 16.5}};
   const int wide = rows > 32, at = group_rows == K_ROWS_LARGE ? groups > (wide ? 4 : 2) : groups <= 4 ? 2 : groups <= 8 ? 3 : groups <= 12 ? 4 : groups <= 14 ? 5 : 6;
   const double bytes = (W_BYTES * 4 + SIGN_BYTES * variants) / 33.4e3, unit = products[wide][at];
   return (double)((n + 127) / 128) * (k / 256) / sm_count * (bytes > unit ? bytes : unit) + launch[wide][at];

@@ -14,7 +14,9 @@
 #include "../../kernels/split.h"
 
 static void check(int tiles, int per_tile, int sms) {
-    const int units = tiles * per_tile, count = sms < units ? sms : units;
+    const int units = tiles * per_tile, count = split_count(units, per_tile, sms);
+    const int most = (units + sms - 1) / sms; /* what one of them has, however they are dealt */
+    assert_true(count >= 1 && count <= sms);
     int *owner = malloc((size_t)units * sizeof *owner);
     int next = 0;
     for (int cta = 0; cta < count; cta++) {
@@ -22,7 +24,7 @@ static void check(int tiles, int per_tile, int sms) {
         const int end = split_begin(units, cta + 1, (unsigned)count);
         assert_int_equal(begin, next);
         assert_true(end > begin); /* none is without work: its neighbours would wait for it */
-        assert_true(end - begin <= units / count + 1);
+        assert_true(end - begin <= most);
         for (int u = begin; u < end; u++)
             owner[u] = cta;
         next = end;
