@@ -220,12 +220,11 @@ static void run_decode(const work *w, int i) {
 
 static void run_rows(const work *w, int i) {
     matrix *m = w->m;
-    k_digits_args digits = {.x = w->x, .to.digits = w->digits, .k = m->k, .pdl = 1};
+    k_digits_args digits = {.x = w->x, .digits = w->digits, .k = m->k, .pdl = 1};
     uint64_t bytes = 0;
     for (int l = 0; l < w->launch_count; l++) {
         const launch *part = &w->launches[l];
-        digits.to.chunks[digits.to.chunk_count++] =
-            (k_digits_chunk){part->first_row, part->rows, bytes};
+        digits.chunks[digits.chunk_count++] = (k_digits_chunk){part->first_row, part->rows, bytes};
         bytes += k_digits_bytes(part->rows, m->k);
     }
     CHECK(k_digits(&digits, stream));
@@ -236,7 +235,7 @@ static void run_rows(const work *w, int i) {
             .w_data = m->w[i % m->copies],
             .x = map_make(w->x, (size_t)w->rows, (size_t)m->k,
                           (unsigned)k_decode_tokens(part->rows)),
-            .digits = w->digits + digits.to.chunks[l].at_bytes,
+            .digits = w->digits + digits.chunks[l].at_bytes,
             .overlays = m->overlays,
             .columns = w->columns + part->lowest,
             .groups = w->tiles + part->first_group,

@@ -2,7 +2,7 @@
 //
 //   Y[m][n] = bias[n] + sum_k x[m][k] W[n][k] + scale_v[n] sum_b s[m][b] sum_k sign_v[n][k] xq[m][k],   v = the variant of row m
 //
-// b runs over the K256 blocks, k over a block; s and xq = x / s, rounded to 1/8 at the finest, are digits.cuh's, sign chunks repack.cu's
+// b runs over the K256 blocks, k over a block; s and xq = x / s, rounded to 1/8 at the finest, are bitdelta_digits.cu's, sign chunks repack.cu's
 // (1 = minus). All sums of them are exact; the delta is exact but for that rounding, about 1e-4 of it. Y is rounded once.
 // Shapes:  rows as groups of at most GR of one variant (at most G, sorted by variant; of the base of any number); W [n][k], x [rows][k], Y [rows][n]
 //          bf16 or fp16 (T); k % 256 == 0, n % 8 == 0.
@@ -15,9 +15,9 @@
 // Order:   a group's bytes are made of its sign bits in registers, four K32 steps at a time, while the tensor cores do the four before; the
 //          base's K64 steps go between the first; the bits of the group to come are fetched meanwhile. A column's sums depend on nothing but
 //          its row and (n, k, grid). One K32 step i holds k = 64q + 8i + o (o = 0..7): bit 7 - i of each byte of the chunk. The bits of
-//          steps 0 to 3 are used where they are, those of 4 to 7 after one shift (digits.cuh says why that is right).
+//          steps 0 to 3 are used where they are, those of 4 to 7 after one shift (bitdelta_digits.cu says why that is right).
 #include "decode.cuh"
-#include "digits.cuh"
+#include "elements.cuh"
 
 namespace {
 

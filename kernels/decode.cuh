@@ -9,6 +9,9 @@ namespace {
 constexpr int W_BYTES = 128 * 64 * 2, SIGN_BYTES = 4096, MAX_RING = 16, SLOTS_MAX = 16;
 constexpr int BUDGET = 225 * 1024;
 
+// Digits, scales and corrections of a K256 block, bitdelta_digits.cu.
+__host__ __device__ constexpr int digits_tile_bytes(int tokens) { return tokens * (512 + 16 + 4); }
+
 struct Ring {  // a position in a ring of `size` places
   int at;
   u32 phase;

@@ -60,10 +60,9 @@ template <typename T> static __device__ __forceinline__ void load8_any(float (&v
 static __device__ __forceinline__ void store8(float *data, size_t i, const float (&v)[8]) {
     ((float4 *)data)[2 * i] = make_float4(v[0], v[1], v[2], v[3]), ((float4 *)data)[2 * i + 1] = make_float4(v[4], v[5], v[6], v[7]);
 }
-template <typename T> static __device__ __forceinline__ uint4 pack8(const float (&v)[8]) {
-    return make_uint4(T::pack(v[0], v[1]), T::pack(v[2], v[3]), T::pack(v[4], v[5]), T::pack(v[6], v[7]));
+template <typename T> static __device__ __forceinline__ void store8(uint16_t *data, size_t i, const float (&v)[8]) {
+    ((uint4 *)data)[i] = make_uint4(T::pack(v[0], v[1]), T::pack(v[2], v[3]), T::pack(v[4], v[5]), T::pack(v[6], v[7]));
 }
-template <typename T> static __device__ __forceinline__ void store8(uint16_t *data, size_t i, const float (&v)[8]) { ((uint4 *)data)[i] = pack8<T>(v); }
 static __device__ __forceinline__ float sum_of_squares(const float (&v)[8]) {
     float sum = 0;
 #pragma unroll

@@ -85,19 +85,6 @@ double k_gemm_cost(int n, int k, int tok, int split, int tile_count, int sm_coun
 
 #define K_DECODE_ROWS 64 /* most rows of one launch */
 
-#define K_DIGITS_CHUNKS 17
-typedef struct k_digits_chunk { /* rows of one launch of k_rows, at most K_DECODE_ROWS, and where its digits begin */
-    int32_t first_row, rows;
-    uint64_t at_bytes;
-} k_digits_chunk;
-/* Where whoever makes x leaves it as k_rows takes it besides (digits.cuh); a row of no chunk is left out. x's width % 256 == 0, its rows
- * each in one chunk at most. */
-typedef struct k_digits_sink {
-    uint8_t *digits; /* 128-byte aligned */
-    k_digits_chunk chunks[K_DIGITS_CHUNKS];
-    int32_t chunk_count; /* 0: nowhere */
-} k_digits_sink;
-
 typedef struct k_decode_args {
     CUtensorMap w, x;      /* W [n, k] box 128 x 64; x, not used by the lean one: box k_decode_tokens(rows) x 64; 128-byte swizzle */
     const void *w_data;
@@ -128,10 +115,16 @@ double k_decode_cost(int n, int k, int rows, int slots, int sm_count);
 uint64_t k_planes_bytes(int rows, int k);
 cudaError_t k_planes(uint8_t *planes, const void *x, int rows, int k, bool fp16, bool pdl, cudaStream_t stream);
 
-typedef struct k_digits_args { /* bitdelta_digits.cu */
+#define K_DIGITS_CHUNKS 17
+typedef struct k_digits_chunk { /* rows of one launch of k_rows, and where its digits begin */
+    int32_t first_row, rows;
+    uint64_t at_bytes;
+} k_digits_chunk;
+typedef struct k_digits_args { /* bitdelta_digits.cu: x as k_rows takes it */
     const void *x; /* [.., k] */
-    k_digits_sink to;
-    int32_t k;
+    uint8_t *digits;
+    k_digits_chunk chunks[K_DIGITS_CHUNKS];
+    int32_t chunk_count, k;
     bool fp16;
     int32_t pdl;
 } k_digits_args;
@@ -146,7 +139,7 @@ cudaError_t k_digits(const k_digits_args *args, cudaStream_t stream);
 typedef struct k_rows_args {
     CUtensorMap w;             /* W [n, k] box 128 x 64, 128-byte swizzle */
     CUtensorMap x;             /* x [.., k] box k_decode_tokens(rows) x 64, likewise; first_row is a row of it */
-    const uint8_t *digits;     /* of x's rows (digits.cuh) */
+    const uint8_t *digits;     /* of x's rows, by k_digits; 16-byte aligned */
     const void *w_data;
     const k_overlay_linear *overlays;
     const int32_t *columns;    /* [variants] column of the overlay table of each slot */
@@ -204,7 +197,6 @@ typedef struct k_norm_args {
     bool add, plus_one, proj_half, fp16;
     bool overlap; /* sm_90: the kernel before may still run at the launch (programmatic dependent launch) */
     float eps;
-    k_digits_sink digits; /* of normed; not by ranks.h's */
 } k_norm_args;
 #define K_NORM_WIDTH_MAX 16384
 /* width % 8 == 0. All but gamma in pieces of 16 bytes. */
@@ -217,7 +209,6 @@ typedef struct k_gate_args {
     int32_t rows, width, in_stride;
     bool in_half, gelu, fp16;
     bool overlap;           /* as k_norm_args' */
-    k_digits_sink digits;   /* of act */
 } k_gate_args; /* width and in_stride % 8 == 0, pieces of 16 bytes */
 cudaError_t k_gate(const k_gate_args *args, cudaStream_t stream);
 

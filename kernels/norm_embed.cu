@@ -1,6 +1,6 @@
 // norm_embed.cu - embedding rows (with signs), residual + RMSNorm, gated activation, row gather.
 // The residual stream is float32; what feeds an MMA is 16-bit (T). Gamma is looked up by row, since each variant has its own.
-#include "digits.cuh"
+#include "elements.cuh"
 
 namespace {
 
@@ -78,9 +78,7 @@ template <typename T, int PARTS> __global__ void __launch_bounds__(NORM_THREADS)
             if (!EARLY) load8(weight[0], gamma, at + j * step);
 #pragma unroll
             for (int i = 0; i < 8; i++) r[j][i] *= factor * (one + weight[EARLY ? j : 0][i]);
-            const uint4 out = pack8<T>(r[j]);
-            ((uint4 *)a.normed)[row + at + j * step] = out;
-            if (a.digits.chunk_count) digits_store<T>(a.digits, m, at + j * step, out);
+            store8<T>(a.normed, row + at + j * step, r[j]);
         }
 }
 
@@ -101,9 +99,7 @@ template <typename T> __global__ void __launch_bounds__(256) gate_kernel(const _
         const float t = a.gelu ? 1.5957691216057308f * (v + 0.044715f * v * v * v) : v;
         g[j] = v / (1.f + __expf(-t)) * u[j];
     }
-    const uint4 out = pack8<T>(g);
-    ((uint4 *)a.act)[(size_t)blockIdx.y * pieces + i] = out;
-    if (a.digits.chunk_count) digits_store<T>(a.digits, (int)blockIdx.y, i, out);
+    store8<T>(a.act, (size_t)blockIdx.y * pieces + i, g);
 }
 
 __global__ void __launch_bounds__(256) gather_kernel(uint16_t *dst, const uint16_t *src, const int32_t *rows, int width) {
@@ -138,13 +134,13 @@ extern "C" cudaError_t k_embed(const k_embed_args *a, cudaStream_t stream) {
 
 extern "C" cudaError_t k_norm_residual(const k_norm_args *a, cudaStream_t stream) {
     if (!a->rows) return cudaSuccess;
-    if (a->width % 8 || (a->digits.chunk_count && a->width % 256)) return cudaErrorInvalidValue;
+    if (a->width % 8) return cudaErrorInvalidValue;
     return a->fp16 ? launch_norm<fp16_type>(*a, stream) : launch_norm<bf16_type>(*a, stream);
 }
 
 extern "C" cudaError_t k_gate(const k_gate_args *a, cudaStream_t stream) {
     if (!a->rows) return cudaSuccess;
-    if (a->width % 8 || a->in_stride % 8 || (a->digits.chunk_count && a->width % 256)) return cudaErrorInvalidValue;
+    if (a->width % 8 || a->in_stride % 8) return cudaErrorInvalidValue;
     const dim3 grid((unsigned)(a->width / 8 + 255) / 256, (unsigned)a->rows);
     return launch(a->fp16 ? gate_kernel<fp16_type> : gate_kernel<bf16_type>, *a, grid, 256, a->overlap, stream);
 }

@@ -205,7 +205,7 @@ static void decode_launch(const decode_run *r, cudaStream_t stream) {
     if (r->how == PLAIN) CUDA_OK(k_decode(a, stream));
     else if (r->how == LEAN) CUDA_OK(k_decode_lean(a, stream));
     else {
-        const k_digits_args digits = {.x = r->d.x.data, .to = {.digits = r->digits.data, .chunks[0] = {r->first, r->rows, 0}, .chunk_count = 1}, .k = a->k, .fp16 = a->fp16, .pdl = a->pdl};
+        const k_digits_args digits = {.x = r->d.x.data, .digits = r->digits.data, .chunks[0] = {r->first, r->rows, 0}, .chunk_count = 1, .k = a->k, .fp16 = a->fp16, .pdl = a->pdl};
         CUDA_OK(k_digits(&digits, stream));
         CUDA_OK(k_rows(&r->whole, stream));
     }

@@ -60,7 +60,6 @@ void cuda_fast_open(bd_cuda *cuda) {
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, cuda->device);
     cudaDeviceGetAttribute(&fast->sm_count, cudaDevAttrMultiProcessorCount, cuda->device);
     if (fast->sm_count > CUDA_SM_MAX) fast->sm_count = CUDA_SM_MAX;
-    fast->digits_of = CUDA_DIGITS_NONE;
     fast->w = calloc(cuda->shape.layers, sizeof *fast->w);
     fast->usable =
         major == 9 && fast->w &&
@@ -291,6 +290,27 @@ static bool takes_rows(const cuda_fast *fast, const cuda_group *g, const cuda_ch
     return rows_cost(fast, g, chunk) < decode_cost(fast, g, chunk);
 }
 
+/* What the rows kernel takes of x, of all chunks that are its; at[]: where each chunk's begin. */
+static bd_status digits(bd_cuda *cuda, bd_group group, uint64_t at[CUDA_CHUNKS_MAX],
+                        bd_error *err) {
+    const cuda_fast *fast = &cuda->fast;
+    const cuda_group *g = &fast->groups[group];
+    const cuda_fast_step *d = &cuda->fast_step;
+    k_digits_args args = {
+        .x = g->x_data, .digits = fast->digits, .k = (int32_t)g->k, .fp16 = cuda->fp16, .pdl = 1};
+    uint64_t bytes = 0;
+    for (uint32_t c = 0; c < d->chunk_count; c++) {
+        const cuda_chunk *chunk = &d->chunks[c];
+        if (!takes_rows(fast, g, chunk)) continue;
+        at[c] = bytes;
+        args.chunks[args.chunk_count++] =
+            (k_digits_chunk){(int32_t)chunk->first_row, (int32_t)chunk->rows, bytes};
+        bytes += k_digits_bytes((int)chunk->rows, (int)g->k);
+    }
+    if (!args.chunk_count) return BD_OK;
+    return cuda_check(cuda, k_digits(&args, cuda->stream), "digits", err);
+}
+
 static bd_status rows(bd_cuda *cuda, uint32_t layer, bd_group group, const cuda_chunk *chunk,
                       uint64_t digits_at, bd_error *err) {
     cuda_fast *fast = &cuda->fast;
@@ -400,59 +420,21 @@ static bd_status prefill(bd_cuda *cuda, uint32_t layer, bd_group group, gemm_cho
                       "prefill", err);
 }
 
-/* false: prefill's, as *choice says. */
-static bool is_chunked(const bd_cuda *cuda, const cuda_group *g, gemm_choice *choice) {
-    const cuda_fast_step *d = &cuda->fast_step;
-    if (!d->tiles[0]) return true;
-    *choice = choose_tile(&cuda->fast, g->n, g->k, d->tile_count);
-    return d->chunk_count && chunks_cost(&cuda->fast, g, d) < choice->cost;
-}
-
-/* The rows kernel's chunks one behind the other. */
-static void sink_fill(const bd_cuda *cuda, const cuda_group *g, k_digits_sink *out) {
-    const cuda_fast_step *d = &cuda->fast_step;
-    uint64_t bytes = 0;
-    *out = (k_digits_sink){.digits = cuda->fast.digits};
-    for (uint32_t c = 0; c < d->chunk_count; c++) {
-        const cuda_chunk *chunk = &d->chunks[c];
-        if (!takes_rows(&cuda->fast, g, chunk)) continue;
-        out->chunks[out->chunk_count++] =
-            (k_digits_chunk){(int32_t)chunk->first_row, (int32_t)chunk->rows, bytes};
-        bytes += k_digits_bytes((int)chunk->rows, (int)g->k);
-    }
-}
-
-void cuda_fast_sink(const bd_cuda *cuda, bd_group group, k_digits_sink *out) {
-    const cuda_group *g = &cuda->fast.groups[group];
-    gemm_choice choice;
-    out->chunk_count = 0;
-    if (cuda->fast_step.usable && g->fast && is_chunked(cuda, g, &choice)) sink_fill(cuda, g, out);
-}
-
-/* Unless whoever made x did. */
-static bd_status make_digits(bd_cuda *cuda, bd_group group, const k_digits_sink *to,
-                             bd_error *err) {
-    const cuda_group *g = &cuda->fast.groups[group];
-    const bool made = cuda->fast.digits_of == (int)group;
-    cuda->fast.digits_of = CUDA_DIGITS_NONE;
-    if (made || !to->chunk_count) return BD_OK;
-    const k_digits_args args = {
-        .x = g->x_data, .to = *to, .k = (int32_t)g->k, .fp16 = cuda->fp16, .pdl = 1};
-    return cuda_check(cuda, k_digits(&args, cuda->stream), "digits", err);
-}
-
 bd_status cuda_fast_linear(bd_cuda *cuda, uint32_t layer, bd_group group, bd_error *err) {
     const cuda_fast_step *d = &cuda->fast_step;
     const cuda_group *g = &cuda->fast.groups[group];
-    gemm_choice choice;
-    k_digits_sink sink;
-    if (!is_chunked(cuda, g, &choice)) return prefill(cuda, layer, group, choice, err);
-    sink_fill(cuda, g, &sink);
-    bd_status s = make_digits(cuda, group, &sink, err);
-    for (uint32_t c = 0, at = 0; s == BD_OK && c < d->chunk_count; c++) {
+    bd_status s = BD_OK;
+    if (d->tiles[0]) {
+        const gemm_choice choice = choose_tile(&cuda->fast, g->n, g->k, d->tile_count);
+        const double chunked = d->chunk_count ? chunks_cost(&cuda->fast, g, d) : 1e300;
+        if (choice.cost <= chunked) return prefill(cuda, layer, group, choice, err);
+    }
+    uint64_t at[CUDA_CHUNKS_MAX];
+    s = digits(cuda, group, at, err);
+    for (uint32_t c = 0; s == BD_OK && c < d->chunk_count; c++) {
         const cuda_chunk *chunk = &d->chunks[c];
         if (takes_rows(&cuda->fast, g, chunk))
-            s = rows(cuda, layer, group, chunk, sink.chunks[at++].at_bytes, err);
+            s = rows(cuda, layer, group, chunk, at[c], err);
         else
             s = decode(cuda, layer, group, chunk, err);
     }

@@ -19,7 +19,6 @@ struct bd_cuda;
 #define CUDA_DECODE_ROWS_MAX  256u
 #define CUDA_CHUNKS_MAX       17u
 #define CUDA_DIGIT_ROWS       (2 * CUDA_DECODE_ROWS_MAX + 32) /* of launches of 32 or 64 */
-#define CUDA_DIGITS_NONE      (-1)
 #define CUDA_GROUPS           4u                              /* bd_group */
 #define CUDA_TICKETS          64u
 #define CUDA_TILES            3u /* of 256, 128, 64 tokens */
@@ -49,7 +48,6 @@ typedef struct cuda_fast {
     cuda_fast_head head;
     uint16_t *fused;               /* [rows_max, widest fused output] */
     uint8_t *planes, *digits;      /* of x: of a chunk; of all chunks */
-    int digits_of;                 /* whose x the digits are of, a bd_group or NONE */
     unsigned long long *workspace; /* the decode kernel's */
     unsigned *tickets;             /* [CUDA_TICKETS] */
     uint32_t next_ticket;
@@ -79,9 +77,6 @@ void cuda_fast_open(struct bd_cuda *cuda);
 void cuda_fast_close(struct bd_cuda *cuda);
 /* Fills the lists of the step; false: the upload is full. */
 bool cuda_fast_step_fill(struct bd_cuda *cuda, const bd_step *step);
-/* Where the kernel that makes the group's x is to leave its digits, if anywhere; when it has, it
- * sets digits_of. */
-void cuda_fast_sink(const struct bd_cuda *cuda, bd_group group, k_digits_sink *out);
 /* The group's outputs in groups[group].y_data, 16-bit. */
 bd_status cuda_fast_linear(struct bd_cuda *cuda, uint32_t layer, bd_group group, bd_error *err);
 

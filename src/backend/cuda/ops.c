@@ -57,15 +57,9 @@ bd_status cuda_norm_residual(bd_backend *backend, const bd_step *step, uint32_t 
     if (add && cuda->proj_partial) {
         bool done;
         cuda->proj_partial = false;
-        cuda->fast.digits_of = CUDA_DIGITS_NONE;
         const bd_status s = cuda_ranks_norm(cuda, &args, &done, err);
         if (s != BD_OK || done) return s;
     }
-    const bool feeds =
-        layer < cuda->shape.layers && (kind == BD_NORM_INPUT || kind == BD_NORM_PRE_FFN);
-    const bd_group group = kind == BD_NORM_INPUT ? BD_GROUP_QKV : BD_GROUP_GATE_UP;
-    if (feeds) cuda_fast_sink(cuda, group, &args.digits);
-    cuda->fast.digits_of = args.digits.chunk_count ? (int)group : CUDA_DIGITS_NONE;
     return cuda_check(cuda, k_norm_residual(&args, cuda->stream), "norm", err);
 }
 
@@ -131,18 +125,16 @@ static bd_status plain_linear(bd_cuda *cuda, uint32_t layer, bd_group group, bd_
 
 static bd_status activate(bd_cuda *cuda, const bd_step *step, bool fast, bd_error *err) {
     const uint32_t ffn = cuda->shape.ffn;
-    k_gate_args args = {.act = cuda->act,
-                        .gate = fast ? (const void *)cuda->fast.fused : cuda->gate,
-                        .up = fast ? (const void *)(cuda->fast.fused + ffn) : cuda->up,
-                        .rows = (int32_t)step->row_count,
-                        .width = (int32_t)ffn,
-                        .in_stride = (int32_t)(fast ? 2 * ffn : ffn),
-                        .in_half = fast,
-                        .fp16 = cuda->fp16,
-                        .overlap = cuda->fast.usable,
-                        .gelu = cuda->config->activation == BD_ACT_GELU_TANH};
-    cuda_fast_sink(cuda, BD_GROUP_DOWN, &args.digits);
-    cuda->fast.digits_of = args.digits.chunk_count ? (int)BD_GROUP_DOWN : CUDA_DIGITS_NONE;
+    const k_gate_args args = {.act = cuda->act,
+                              .gate = fast ? (const void *)cuda->fast.fused : cuda->gate,
+                              .up = fast ? (const void *)(cuda->fast.fused + ffn) : cuda->up,
+                              .rows = (int32_t)step->row_count,
+                              .width = (int32_t)ffn,
+                              .in_stride = (int32_t)(fast ? 2 * ffn : ffn),
+                              .in_half = fast,
+                              .fp16 = cuda->fp16,
+                              .overlap = cuda->fast.usable,
+                              .gelu = cuda->config->activation == BD_ACT_GELU_TANH};
     return cuda_check(cuda, k_gate(&args, cuda->stream), "activation", err);
 }
 
