@@ -365,6 +365,60 @@ static void test_decode_delta_alone(void **state) {
     }
 }
 
+/* A block of a token as k_digits says: every value within its rounding, and the correction that its digits call for. */
+static void check_digits(const uint8_t *tile, int tokens, int token, const float *x) {
+    float top = 1e-30f, scale;
+    int32_t correction[4];
+    long sum = 0;
+    for (int k = 0; k < 256; k++) top = fmaxf(top, fabsf(x[k]));
+    memcpy(correction, tile + tokens * 512 + token * 16, sizeof correction);
+    memcpy(&scale, tile + tokens * 528 + token * 4, 4);
+    if (fabs((double)scale * 64 * 4079 - (double)top) > 1e-6 * (double)top) fail_msg("digits: scale %g of values up to %g", (double)scale, (double)top);
+    for (int k = 0; k < 256; k++) {
+        const int i = k / 8 % 8, j = i % 4, o = k % 8, piece = 8 * (o / 4) + i, at = (piece * tokens + token) * 32 + k / 64 * 4 + o % 4;
+        const int z = 256 * (int8_t)tile[at + 16] + (int8_t)tile[at], step = 1 << j;
+        const double unit = (double)top / 4079, value = (j ? -1.0 : 1.0) * z / step * unit;
+        if (fabs(value - (double)x[k]) > unit / step * 0.52) fail_msg("digits: value %d: %g for %g", k, value, (double)x[k]);
+        if (j) sum -= (long)z * (64 >> j);
+    }
+    if (correction[0] != sum || correction[2] != sum || correction[1] || correction[3]) fail_msg("digits: correction %d, %ld is right", correction[0], sum);
+}
+
+/* Two launches' rows, and one that is in none; of even values, and with outliers; a block of zeros. */
+static void test_digits(void **state) {
+    (void)state;
+    if (!wanted("rows")) skip();
+    for (int kind = 0; kind < 4; kind++) {
+        const bool fp16 = kind & 1;
+        const int rows = 3 + (int)(test_next() % 90), blocks = 1 + (int)(test_next() % 9), width = 256 * blocks, cut = rows > 65 ? 65 - (int)(test_next() % 30) : 2;
+        const size_t count = (size_t)rows * (size_t)width;
+        float *x = floats_random(count, 1);
+        uint16_t *bits = malloc(count * 2);
+        for (size_t i = 0; (kind & 2) && i < count; i += 1 + test_next() % 700) x[i] *= 1000;
+        for (size_t k = 0; k < 256; k++) x[count - 1 - k] = 0;
+        for (size_t i = 0; i < count; i++) {
+            bits[i] = fp16 ? bd_f32_to_f16(x[i]) : bd_f32_to_bf16(x[i]);
+            x[i] = fp16 ? bd_f16_to_f32(bits[i]) : bd_bf16_to_f32(bits[i]);
+        }
+        k_digits_args args = {.chunks = {{1, cut - 1, 0}, {cut, rows - cut, k_digits_bytes(cut - 1, width)}}, .chunk_count = 2, .k = width, .fp16 = fp16, .pdl = (int)(test_next() % 2)};
+        buffer d_x = buffer_make(bits, count * 2), d_digits = buffer_make(NULL, args.chunks[1].at_bytes + k_digits_bytes(rows - cut, width));
+        args.x = d_x.data, args.digits = d_digits.data;
+        CUDA_OK(k_digits(&args, NULL));
+        CUDA_OK(cudaDeviceSynchronize());
+        uint8_t *tiles = malloc(d_digits.bytes);
+        buffer_get(&d_digits, tiles);
+        for (int c = 0; c < 2; c++) {
+            const k_digits_chunk *chunk = &args.chunks[c];
+            for (int t = 0; t < chunk->rows; t++)
+                for (int b = 0; b < blocks; b++)
+                    check_digits(tiles + chunk->at_bytes + (size_t)b * k_digits_bytes(chunk->rows, 256), k_decode_tokens(chunk->rows), t,
+                                 x + (size_t)(chunk->first_row + t) * (size_t)width + b * 256);
+        }
+        buffer_free(&d_x), buffer_free(&d_digits);
+        free(x), free(bits), free(tiles);
+    }
+}
+
 /* x = e_m: each output is one weight plus one signed scale, to the 16 bits of x's planes. */
 static void one_hot(enum how how, int rows, int at) {
     problem p = problem_make((linear_case){rows, 200, 512, 3, 1, 5});
@@ -471,7 +525,7 @@ int main(int argc, char **argv) {
         return 77;
     }
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_gemm), cmocka_unit_test(test_gemm_one_hot), cmocka_unit_test(test_decode),
-                                       cmocka_unit_test(test_decode_delta_alone), cmocka_unit_test(test_decode_one_hot),
+                                       cmocka_unit_test(test_decode_delta_alone), cmocka_unit_test(test_digits), cmocka_unit_test(test_decode_one_hot),
                                        cmocka_unit_test(test_decode_zero_scale_is_the_base), cmocka_unit_test(test_decode_rows_do_not_depend_on_their_batch),
                                        cmocka_unit_test(test_two_streams)};
     return cmocka_run_group_tests(tests, NULL, NULL);
