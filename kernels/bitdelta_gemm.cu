@@ -362,8 +362,10 @@ extern "C" cudaError_t k_gemm(const k_gemm_args* a, int tok, int split, bool del
 }
 
 extern "C" double k_gemm_cost(int n, int k, int tok, int split, int tile_count, int sm_count) {
-  const double step = tok == 256 ? 0.76 : tok == 128 ? 0.45 : 0.325;  // microseconds of a K64 step of a pair of CTAs, measured on an H200
+  // Microseconds of a K64 step of a pair of CTAs, measured on an H200; of small tiles by how many pairs share the memory.
   const int pairs = (n + 255) / 256 * tile_count, per = sm_count / 2;
+  const double busy = (double)split * pairs / per, shared = busy < 0.48 ? 0 : busy < 1 ? busy - 0.48 : 0.52;
+  const double step = tok == 256 ? 0.76 : tok == 128 ? 0.45 : 0.24 + 0.327 * shared;
   // A split pays within one wave only: its CTAs do not share x.
   if (k % (split > 1 ? 256 * split : 128) || split > 2 || (split == 2 && 2 * pairs > per)) return 1e300;
   int full = 0;
