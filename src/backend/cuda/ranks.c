@@ -30,8 +30,9 @@ bd_status cuda_ranks_norm(bd_cuda *cuda, k_norm_args *args, bool *done, bd_error
             k_ranks_norm_takes(cuda->ranks, args->rows, args->width, args->proj_half);
     if (*done) {
         k_norm_args own = *args;
-        /* Begun early, all blocks of many rows lie on the few multiprocessors that the kernel before
-         * leaves first: steps of 64 rows of 1 to 14 variants on two H200 took 1.5 to 6% longer. */
+        /* Begun early, all blocks of many rows lie on the few multiprocessors that the kernel
+         * before leaves first: steps of 64 rows of 1 to 14 variants on two H200 took 1.5 to 6%
+         * longer. */
         own.overlap = args->overlap && args->rows <= (int32_t)CUDA_DECODE_ONLY_ROWS;
         return cuda_check(cuda, k_ranks_norm(cuda->ranks, &own, cuda->stream), "sum over the ranks",
                           err);
