@@ -244,7 +244,10 @@ template <typename T, int NT, int G, int GR> __global__ void __launch_bounds__(R
         for (int g = 0; g < G; g++) {
           u32 signs[2][2];
 #pragma unroll
-          for (int i = 0; i < 4; i++) signs[i / 2][i % 2] = ahead[i / 2][i % 2];
+          for (int i = 0; i < 4; i++) {
+            asm volatile("" : "+r"(ahead[i / 2][i % 2]));  // not before: what was fetched is only just on its way
+            signs[i / 2][i % 2] = ahead[i / 2][i % 2];
+          }
           const u64 group_at = digits_at + 2 * first_row(g);
 #pragma unroll
           for (int h = 0; h < 2; h++) {
