@@ -8,8 +8,8 @@
 //          bf16 or fp16 (T); k % 256 == 0, n % 8 == 0.
 // Tile:    128 W rows x NT tokens; a unit is one K256 step of one tile. Units are dealt to the CTAs as in bitdelta_decode.cu, and split tiles
 //          are added up as there (split.cuh; as words).
-// Mapping: warpgroups 0, 1 = 64 W rows each. Warp 8 streams W and the sign chunks in the order of their use, warp 9 x and its digits. Only these
-//          wait for the kernel before.
+// Mapping: warpgroups 0, 1 = 64 W rows each. Warp 8 streams W, warp 9 x and its digits, warp 10 the sign chunks. Only x and its digits wait for
+//          the kernel before.
 // Memory:  ring 1: stages of W 128x64 (128-byte swizzle). Ring 2: sign chunks, 4 KB each. One or two tiles of x, K64 by K64 (128-byte swizzle), and two
 //          of its digits: GR tokens from any on are an operand of 2 GR rows.
 // Order:   a group's bytes are made of its sign bits in registers, four K32 steps at a time, while the tensor cores do the four before; the
@@ -17,7 +17,6 @@
 //          its row and (n, k, grid). One K32 step i holds k = 64q + 8i + o (o = 0..7): bit 7 - i of each byte of the chunk. The bits of
 //          steps 0 to 3 are used where they are, those of 4 to 7 after one shift (bitdelta_digits.cu says why that is right).
 #include "decode.cuh"
-#include "elements.cuh"
 
 namespace {
 
