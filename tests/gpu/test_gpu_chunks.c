@@ -36,21 +36,25 @@ static void free_step(made_step *m) {
     free(m->cuda);
 }
 
-/* Groups of the chunk, where it has any: its rows in order, each group of one variant and no larger than it may be, the base's runs whole. */
-static void check_groups(const made_step *m, const cuda_chunk *chunk, const k_gemm_tile *groups, const int32_t *columns) {
-    uint32_t row = chunk->first_row, runs[2] = {0};
-    for (uint32_t first = row, end = row + chunk->rows, stop; first < end; first = stop) { /* what there would be of each kind */
+/* What there would be of either kind. */
+static void count_groups(const made_step *m, const cuda_chunk *chunk, uint32_t groups[2]) {
+    const uint32_t end = chunk->first_row + chunk->rows;
+    groups[0] = groups[1] = 0;
+    for (uint32_t first = chunk->first_row, stop; first < end; first = stop) {
         for (stop = first + 1; stop < end && m->overlay[stop] == m->overlay[first];) stop++;
         for (int large = 0; large < 2; large++) {
             const uint32_t most = large ? K_ROWS_LARGE : K_ROWS_SMALL;
-            runs[large] += m->overlay[first] < 0 ? 1 : (stop - first + most - 1) / most;
+            groups[large] += m->overlay[first] < 0 ? 1 : (stop - first + most - 1) / most;
         }
     }
+}
+
+/* Groups of the chunk: its rows in order, each group of one variant and no larger than it may be, the base's runs whole. */
+static void check_groups(const made_step *m, const cuda_chunk *chunk, const k_gemm_tile *groups, const int32_t *columns) {
+    uint32_t row = chunk->first_row, runs[2];
+    count_groups(m, chunk, runs);
     const bool large = runs[1] < runs[0] && k_rows_takes((int)chunk->rows, (int)runs[1], K_ROWS_LARGE);
-    if (!large && !k_rows_takes((int)chunk->rows, (int)runs[0], K_ROWS_SMALL)) {
-        assert_int_equal(chunk->groups, 0);
-        return;
-    }
+    assert_true(k_rows_takes((int)chunk->rows, (int)chunk->groups, (int)chunk->group_rows));
     assert_int_equal(chunk->group_rows, large ? K_ROWS_LARGE : K_ROWS_SMALL);
     assert_int_equal(chunk->groups, runs[large]);
     for (uint32_t g = 0; g < chunk->groups; g++) {
@@ -77,7 +81,10 @@ static void check_step(uint32_t rows, uint32_t runs) {
         const int32_t *columns = d->columns + chunk->first_slot;
         assert_int_equal(chunk->first_row, row);
         assert_true(chunk->rows >= 1 && chunk->rows <= K_DECODE_ROWS && chunk->slots <= 16);
-        if (c + 1 < d->chunk_count) assert_true(chunk->rows == K_DECODE_ROWS || chunk->slots == 16);
+        uint32_t groups[2];
+        count_groups(&m, chunk, groups);
+        assert_true(groups[0] <= K_ROWS_GROUPS);
+        if (c + 1 < d->chunk_count) assert_true(chunk->rows == K_DECODE_ROWS || chunk->slots == 16 || groups[0] == K_ROWS_GROUPS);
         for (uint32_t end = row + chunk->rows; row < end; row++) {
             const int32_t slot = d->slot[row];
             assert_true(slot >= -1 && slot < (int32_t)chunk->slots);

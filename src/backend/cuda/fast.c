@@ -189,7 +189,6 @@ static bool groups_fill(bd_cuda *cuda, const bd_step *step, const int32_t *slot,
         const uint32_t many = groups_of(chunk, slot, K_ROWS_SMALL, groups + count),
                        few = groups_of(chunk, slot, K_ROWS_LARGE, groups + count);
         const bool wide = few < many && k_rows_takes(rows, (int)few, K_ROWS_LARGE);
-        if (!wide && !k_rows_takes(rows, (int)many, K_ROWS_SMALL)) continue;
         chunk->group_rows = wide ? K_ROWS_LARGE : K_ROWS_SMALL;
         chunk->first_group = count;
         chunk->groups = groups_of(chunk, slot, chunk->group_rows, groups + count);
@@ -198,28 +197,35 @@ static bool groups_fill(bd_cuda *cuda, const bd_step *step, const int32_t *slot,
     return true;
 }
 
-/* Rows in chunks of K_DECODE_ROWS at most, and in each the runs of one variant as its slots. */
+/* Rows in chunks of K_DECODE_ROWS at most, and in each the runs of one variant as its slots; of
+ * more small groups than the rows kernel takes there are two chunks. */
 static bool slots_fill(bd_cuda *cuda, const bd_step *step, cuda_fast_step *d) {
     int32_t *columns =
         cuda_upload_reserve(cuda, step->row_count, sizeof *columns, (const void **)&d->columns);
     int32_t *slot =
         cuda_upload_reserve(cuda, step->row_count, sizeof *slot, (const void **)&d->slot);
     if (!columns || !slot) return false;
-    uint32_t slots = 0;
+    uint32_t slots = 0, groups = 0, run = 0; /* groups of the chunk, rows of the last */
     cuda_chunk *chunk = NULL;
     for (uint32_t s = 0; s < step->segment_count; s++) {
         const int32_t overlay = step->segments[s].overlay;
         const uint32_t end = step->segments[s].first_row + step->segments[s].row_count;
         for (uint32_t row = step->segments[s].first_row; row < end; row++) {
-            bool fresh = overlay >= 0 && (row == step->segments[s].first_row);
-            if (!chunk || chunk->rows == K_DECODE_ROWS || (fresh && chunk->slots == 16)) {
+            const bool begins = row == step->segments[s].first_row,
+                       grows = begins || (overlay >= 0 && run == K_ROWS_SMALL);
+            bool fresh = overlay >= 0 && begins;
+            if (!chunk || chunk->rows == K_DECODE_ROWS || (fresh && chunk->slots == 16) ||
+                (grows && groups == K_ROWS_GROUPS)) {
                 chunk = &d->chunks[d->chunk_count++];
                 chunk->first_row = row;
                 chunk->first_slot = slots;
                 fresh = overlay >= 0;
+                groups = 1, run = 0;
+            } else if (grows) {
+                groups++, run = 0;
             }
             if (fresh) columns[slots++] = overlay, chunk->slots++;
-            chunk->rows++;
+            chunk->rows++, run++;
             slot[row] = overlay < 0 ? -1 : (int32_t)chunk->slots - 1;
         }
     }

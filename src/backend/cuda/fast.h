@@ -14,7 +14,7 @@ struct bd_cuda;
 
 /* Steps of up to DECODE_ONLY rows are decode's: a row does not see its batch. Up to DECODE_ROWS_MAX
  * it is decode, in chunks, or prefill, whichever costs less. All chunks but the last have
- * K_DECODE_ROWS rows or 16 slots. */
+ * K_DECODE_ROWS rows, 16 slots or as many groups as the rows kernel takes, so 16 rows at least. */
 #define CUDA_DECODE_ONLY_ROWS 16u
 #define CUDA_DECODE_ROWS_MAX  256u
 #define CUDA_CHUNKS_MAX       17u
@@ -56,7 +56,7 @@ typedef struct cuda_fast {
 typedef struct cuda_chunk { /* rows for one launch of the decode or the rows kernel, and their slots
                              */
     uint32_t first_row, rows, first_slot, slots;
-    uint32_t first_group, groups, group_rows; /* of the rows kernel; groups 0: not for it */
+    uint32_t first_group, groups, group_rows; /* of the rows kernel; groups 0: the base alone */
 } cuda_chunk;
 
 /* Device pointers of the step's lists, in the upload. */
