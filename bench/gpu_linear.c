@@ -384,7 +384,7 @@ static void tiles_fill(work *w, int most) {
     free(tiles);
 }
 
-/* As the backend does: large groups where they are fewer. */
+/* Large groups where they are fewer: as the backend does where all launches are alike. */
 static void rows_groups_fill(work *w) {
     tiles_fill(w, w->group_rows = K_ROWS_SMALL);
     const int many = w->tile_count;

@@ -46,7 +46,7 @@ template <typename T> __global__ void __launch_bounds__(256) digits_kernel(const
   pdl_wait();
   if (token >= chunk.rows) return;
   const uint4 x = __ldcg((const uint4*)((const uint16_t*)a.x + (size_t)(chunk.first_row + token) * a.k + block * 256) + lane);
-  const float most = fmaxf(to_float<T>((uint16_t)__reduce_max_sync(~0u, top_of(x))), 1e-30f), one = __fdividef(4079.f, most);
+  const float most = fmaxf(to_float<T>((uint16_t)__reduce_max_sync(~0u, top_of(x))), 1e-30f), one = 4079.f / most;
   const int j = step % 4;
   u32 lo[2], hi[2];
   const int sum = make_digits<T>(x, j ? -one * (float)(1 << j) : one, lo, hi);

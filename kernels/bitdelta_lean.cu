@@ -7,7 +7,7 @@
 //   - Tables (each slot's pointers, each row's slot) come into shared memory once, while W is on its way. Scales of a tile go to shared
 //     memory by asynchronous copies issued before its main loop, each warp its own 16 rows; biases are looked at only if there are any.
 //   - x of the next unit is fetched while the planes of this one are made.
-//   - Partials travel as the inverted bits of a float, 0 = not there yet (split.cuh): four to a load, half the bytes of {1, value}.
+//   - Partials travel as the inverted bits of a float, 0 = not there yet (split.cuh): four to a load.
 //   - Two neighbouring outputs leave in one store.
 #include "decode.cuh"
 

@@ -3,7 +3,7 @@
 //   Y[m][n] = bias[n] + sum_k x[m][k] W[n][k] + scale_v[n] sum_b s[m][b] sum_k sign_v[n][k] xq[m][k],   v = the variant of row m
 //
 // b runs over the K256 blocks, k over a block; s and xq = x / s, rounded to 1/8 at the finest, are bitdelta_digits.cu's, sign chunks repack.cu's
-// (1 = minus). All sums of them are exact; the delta is exact but for that rounding, about 1e-4 of it. Y is rounded once.
+// (1 = minus). Sums over a block are exact; the delta is exact but for that rounding, about 1e-4 of it, and for float32. Y is rounded once.
 // Shapes:  rows as groups of at most GR of one variant (at most G, sorted by variant; of the base of any number); W [n][k], x [rows][k], Y [rows][n]
 //          bf16 or fp16 (T); k % 256 == 0, n % 8 == 0.
 // Tile:    128 W rows x NT tokens; a unit is one K256 step of one tile. Units are dealt to the CTAs as in bitdelta_decode.cu, and split tiles

@@ -27,12 +27,6 @@ __device__ __forceinline__ void mbar_wait_idle(u32 bar_s, u32 parity) {
     if (!there) __nanosleep(40);
   } while (!there);
 }
-// Whether the wait would return at once.
-__device__ __forceinline__ bool mbar_there(u32 bar_s, u32 parity) {
-  u32 there;
-  asm volatile("{.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}" : "=r"(there) : "r"(bar_s), "r"(parity) : "memory");
-  return there;
-}
 __device__ __forceinline__ void mbar_arrive(u32 bar_s) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar_s) : "memory");
 }

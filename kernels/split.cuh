@@ -4,8 +4,8 @@
 // adds the partials of the CTAs after it in K order. A CTA's range follows from a ticket it draws when it starts, later ranges first:
 // an owner only waits for CTAs that are already running, whatever order the hardware starts blocks in, so it cannot hang.
 //
-// Workspace, of sm_count CTAs: 64-bit words {1, value} or 32-bit words of a value's inverted bits (0 = not there yet; value and flag
-// in one store: no fence, no counter), then a flag a CTA, then the partials that stand behind a flag. Words and flags are zero
+// Workspace, of sm_count CTAs: words of a value's inverted bits (0 = not there yet; value and flag in one store: no fence, no counter),
+// then a flag a CTA, then the partials that stand behind a flag. Words and flags are zero
 // between launches: the owner clears what it has read.
 #pragma once
 #include "sm90.cuh"
@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr int SPLIT_WORDS = 16 * 256, SPLIT_PARTIAL = 64 * 256 * 4;  // 64-bit words and bytes of a partial, a CTA
+constexpr int SPLIT_WORDS = 16 * 256, SPLIT_PARTIAL = 64 * 256 * 4;  // pairs of words and bytes of a partial, a CTA
 
 struct Split {
   unsigned long long* workspace;
@@ -38,7 +38,6 @@ __device__ __forceinline__ void await_flag(const unsigned* flag) {
   do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(raised) : "l"(flag) : "memory");
   while (!raised);
 }
-__device__ __forceinline__ void lower_flag(unsigned* flag) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(0u) : "memory"); }
 
 // A float as it travels: never 0.
 __device__ __forceinline__ u32 word_of(float v) {

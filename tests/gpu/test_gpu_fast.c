@@ -419,7 +419,7 @@ static void test_digits(void **state) {
     }
 }
 
-/* x = e_m: each output is one weight plus one signed scale, to the 16 bits of x's planes. */
+/* x = e_m: each output is one weight plus one signed scale, to the bits that x is left with. */
 static void one_hot(enum how how, int rows, int at) {
     problem p = problem_make((linear_case){rows, 200, 512, 3, 1, 5});
     memset(p.x, 0, (size_t)rows * 512 * 2);

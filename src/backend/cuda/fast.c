@@ -296,6 +296,8 @@ static bool takes_rows(const cuda_fast *fast, const cuda_group *g, const cuda_ch
     return rows_cost(fast, g, chunk) < decode_cost(fast, g, chunk);
 }
 
+_Static_assert(CUDA_CHUNKS_MAX <= K_DIGITS_CHUNKS, "one launch makes the digits of all chunks");
+
 /* What the rows kernel takes of x, of all chunks that are its; at[]: where each chunk's begin. */
 static bd_status digits(bd_cuda *cuda, bd_group group, uint64_t at[CUDA_CHUNKS_MAX],
                         bd_error *err) {

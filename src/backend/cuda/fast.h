@@ -48,7 +48,7 @@ typedef struct cuda_fast {
     cuda_fast_head head;
     uint16_t *fused;               /* [rows_max, widest fused output] */
     uint8_t *planes, *digits;      /* of x: of a chunk; of all chunks */
-    unsigned long long *workspace; /* the decode kernel's */
+    unsigned long long *workspace; /* of tiles that several blocks share */
     unsigned *tickets;             /* [CUDA_TICKETS] */
     uint32_t next_ticket;
 } cuda_fast;
@@ -56,7 +56,7 @@ typedef struct cuda_fast {
 typedef struct cuda_chunk { /* rows for one launch of the decode or the rows kernel, and their slots
                              */
     uint32_t first_row, rows, first_slot, slots;
-    uint32_t first_group, groups, group_rows; /* of the rows kernel; groups 0: the base alone */
+    uint32_t first_group, groups, group_rows; /* of the rows kernel; groups 0: not its */
 } cuda_chunk;
 
 /* Device pointers of the step's lists, in the upload. */
