@@ -13,6 +13,7 @@
 #include "bitdelta/base/file.h"
 #include "cache/cache_internal.h"
 #include "loader_fake.h"
+#include "tp_support.h"
 
 #define FAMILY "demo/deltas"
 
@@ -32,18 +33,7 @@ static void must(bd_status status, const bd_error *err) {
 }
 
 static void open_model(world *w) {
-    const bd_model_options options = {.dir = "demo/zen-mini",
-                                      .ops = bd_backend_cpu_ops(),
-                                      .rank_count = 1,
-                                      .thread_count = 1,
-                                      .rows_max = 16,
-                                      .seqs_max = 4,
-                                      .logits_rows_max = 4,
-                                      .kv_block_tokens = 16,
-                                      .kv_tokens = 256,
-                                      .rope_tables_max = 1,
-                                      .max_model_len = 128,
-                                      .delta_slots = SLOTS};
+    const bd_model_options options = tp_demo_options(bd_backend_cpu_ops(), 1, SLOTS);
     bd_error err = {0};
     must(bd_model_open(&options, &w->model, &err), &err);
 }
