@@ -8,13 +8,14 @@
  * fits by the backend's plan, which is compared with what the GPUs have in use at the end.
  *
  * decode: greedy; sampled: top_k 50, top_p 0.9; prefill: of one prompt, or with several variants of
- * a prompt each. us: as served, recorded where a recording fits; launched_us: without
- * recordings. Of several ranks also nccl_us, all sums by NCCL; twice_us, every sum of the ranks
- * made once more, right after it, as large and by the same means, of zeros that nobody reads;
- * sums_share: what that adds, of us. The step computes what it always does. The ranks have just met
- * then: it is what sums take, with the launch of a kernel each, not what a rank that is ahead waits
- * for the other. Wall-clock medians; every step reads all weights, so nothing stays in a cache
- * between them. Exit status 77: fewer GPUs than ranks, no NCCL, or too little memory. */
+ * a prompt each; mixed: two prompts' tokens and one more of each of the other sequences. us: as
+ * served, recorded where a recording fits; launched_us: without recordings. Of several ranks also
+ * nccl_us, all sums by NCCL; twice_us, every sum of the ranks made once more, right after it, as
+ * large and by the same means, of zeros that nobody reads; sums_share: what that adds, of us. The
+ * step computes what it always does. The ranks have just met then: it is what sums take, with the
+ * launch of a kernel each, not what a rank that is ahead waits for the other. Wall-clock medians;
+ * every step reads all weights, so nothing stays in a cache between them. Exit status 77: fewer
+ * GPUs than ranks, no NCCL, or too little memory. */
 #include <inttypes.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -377,6 +378,8 @@ static bench_case cases[] = {
     {"sampled", 64, 1, CONTEXT, 0, false, {0}, 0}, {"prefill", 1, 512, 0, 0, true, {0}, 0},
     {"prefill", 1, 512, 0, 1, false, {0}, 0},      {"prefill", 1, 2048, 0, 0, true, {0}, 0},
     {"prefill", 1, 2048, 0, 1, false, {0}, 0},     {"prefill", 8, 256, 0, 8, false, {0}, 0},
+    {"prefill", 8, 64, 0, 0, false, {0}, 0},       {"prefill", 8, 64, 0, 8, false, {0}, 0},
+    {"mixed", 26, 244, CONTEXT, 0, false, {0}, 0}, {"mixed", 26, 244, CONTEXT, 8, false, {0}, 0},
 };
 enum { CASES = sizeof cases / sizeof *cases };
 
@@ -389,8 +392,34 @@ static bool fits(bench_case *c) {
     return true;
 }
 
+/* Two prompts of rows_each tokens, of two variants, beside the others' next tokens: as served. */
+#define PROMPTS 2u
+static gpu_batch *mixed_batch(rank *r, const bench_case *c) {
+    gpu_seq list[SEQS_MAX];
+    uint32_t count = 0;
+    for (uint32_t v = 0; v < (c->variants ? c->variants : 1); v++) {
+        const int32_t overlay = c->variants ? (int32_t)v : -1;
+        for (uint32_t p = 0; p < PROMPTS; p++)
+            if (!c->variants || p == v) list[count++] = (gpu_seq){c->rows_each, 0, overlay};
+        for (uint32_t s = 0; s < c->seqs - PROMPTS; s++)
+            if (!c->variants || s % c->variants == v)
+                list[count++] = (gpu_seq){1, c->before, overlay};
+    }
+    return gpu_batch_of(&r->m, count, list, c->variants);
+}
+
+static bool is_mixed(const bench_case *c) {
+    return strcmp(c->what, "mixed") == 0;
+}
+
+static uint32_t rows_of(const bench_case *c) {
+    return is_mixed(c) ? PROMPTS * (c->rows_each - 1) + c->seqs : c->seqs * c->rows_each;
+}
+
 static gpu_batch *batch_of(rank *r, const bench_case *c) {
-    gpu_batch *b = gpu_batch_make(&r->m, c->seqs, c->rows_each, c->before, c->variants);
+    gpu_batch *b = is_mixed(c)
+                       ? mixed_batch(r, c)
+                       : gpu_batch_make(&r->m, c->seqs, c->rows_each, c->before, c->variants);
     const bool sampled = strcmp(c->what, "sampled") == 0;
     for (uint32_t i = 0; i < b->seqs; i++) {
         b->seq[i].sampling = (bd_sampling){.top_p = 1, .seed = i};
@@ -464,7 +493,7 @@ static void print_case(const bench_case *c) {
     const double us = c->us[AS_SERVED];
     printf("%s,%s,%s,%u,%u,%u,%u,%.0f,%.1f,", c->what, all.name,
            all.shape.dtype == BD_DTYPE_F16 ? "fp16" : "bf16", all.count, c->seqs,
-           c->before + c->rows_each, c->variants, us, c->seqs * c->rows_each * 1e6 / us);
+           c->before + c->rows_each, c->variants, us, rows_of(c) * 1e6 / us);
     if (c->launched_us > 0) printf("%.0f", c->launched_us);
     if (c->us[TWICE] > 0)
         printf(",%.0f,%.0f,%.3f\n", c->us[BY_NCCL], c->us[TWICE], c->us[TWICE] / us - 1);

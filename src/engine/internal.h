@@ -87,6 +87,7 @@ typedef struct bd_engine_group {
     uint64_t served_step; /* when it last had rows */
     uint32_t rows;        /* of loading ones: that the next step could have */
     uint32_t claims;      /* sequences with rows to run */
+    uint32_t picked_rows; /* of the step that is being built */
     double counter;       /* the least of their payers */
     bool wanted, chosen;
 } bd_engine_group;

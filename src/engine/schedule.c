@@ -161,8 +161,32 @@ static void pick(bd_engine *engine, bd_sequence *sequence, uint32_t rows, budget
     uint32_t logits = logits_needed(sequence, rows);
     BD_ASSERT(rows <= left->rows && logits <= left->logits);
     engine->picks[left->picks++] = (bd_pick){sequence, group_now(engine, sequence), rows};
+    sequence->scheduled = rows;
     left->rows -= rows;
     left->logits -= logits;
+}
+
+static bool prefills(const bd_engine *engine, const bd_sequence *sequence) {
+    return !decodes(sequence) && runnable(sequence) && chosen(engine, sequence) &&
+           sequence->scheduled == 0;
+}
+
+/* Prompts' rows, that of best claim first and with it those of its variant: rows of one variant
+ * cost as much as the base's, those of each further variant more. What is left for a further one is
+ * left alone where it is a splinter of what is due: less than an eighth of a step. */
+static void choose_prompts(bd_engine *engine, budget *left) {
+    bool some = false;
+    for (bd_sequence *best = engine->running.first; best && left->rows > 0; best = best->next) {
+        if (!prefills(engine, best)) continue;
+        const uint32_t group = group_now(engine, best), fits = chunk_rows(engine, best, left);
+        const uint32_t due = smaller(rows_wanted(best), engine->options.prefill_chunk_tokens);
+        if (some && fits < due && fits < engine->options.rows_max / 8) continue;
+        for (bd_sequence *s = best; s && left->rows > 0; s = s->next) {
+            if (!prefills(engine, s) || group_now(engine, s) != group) continue;
+            const uint32_t rows = chunk_rows(engine, s, left);
+            if (rows > 0) pick(engine, s, rows, left), some = true;
+        }
+    }
 }
 
 static uint32_t choose_rows(bd_engine *engine) {
@@ -175,11 +199,7 @@ static uint32_t choose_rows(bd_engine *engine) {
         next = s->state == BD_SEQ_RUNNING ? s->next : NULL;
         if (ready) pick(engine, s, 1, &left);
     }
-    for (bd_sequence *s = engine->running.first; s && left.rows > 0; s = s->next) {
-        if (decodes(s) || !runnable(s) || !chosen(engine, s)) continue;
-        uint32_t rows = chunk_rows(engine, s, &left);
-        if (rows > 0) pick(engine, s, rows, &left);
-    }
+    choose_prompts(engine, &left);
     return left.picks;
 }
 
@@ -226,10 +246,9 @@ static void add_sequence(bd_step_buffer *buffer, const bd_pick *pick, int32_t ov
     }
     add_logits_rows(buffer, sequence, seq_index);
     step->row_count += pick->rows;
-    sequence->scheduled = pick->rows;
 }
 
-/* All picks of one group become one segment. */
+/* All picks of one group, of which there are some, become one segment. */
 static void add_segment(bd_engine *engine, bd_step_buffer *buffer, uint32_t group,
                         uint32_t pick_count) {
     bd_step *step = &buffer->step;
@@ -237,12 +256,29 @@ static void add_segment(bd_engine *engine, bd_step_buffer *buffer, uint32_t grou
     int32_t overlay = group == BD_GROUP_BASE ? -1 : (int32_t)step->overlay_count;
     for (uint32_t i = 0; i < pick_count; i++)
         if (engine->picks[i].group == group) add_sequence(buffer, &engine->picks[i], overlay);
-    if (step->row_count == first_row) return;
     bd_segment *segment = &buffer->segments[step->segment_count++];
     *segment = (bd_segment){overlay, first_row, step->row_count - first_row};
     if (group == BD_GROUP_BASE) return;
     buffer->overlays[step->overlay_count++] = engine->groups[group].overlay;
     engine->groups[group].served_step = step->id;
+}
+
+/* Segments of many rows first: those of few then lie together, which a backend may make use of. */
+static void add_segments(bd_engine *engine, bd_step_buffer *buffer, uint32_t pick_count) {
+    uint32_t base_rows = 0;
+    for (uint32_t i = 0; i < pick_count; i++) {
+        const bd_pick *pick = &engine->picks[i];
+        *(pick->group == BD_GROUP_BASE ? &base_rows : &engine->groups[pick->group].picked_rows) +=
+            pick->rows;
+    }
+    for (;;) {
+        uint32_t most = base_rows, next = BD_GROUP_BASE;
+        for (uint32_t g = 0; g < engine->group_count; g++)
+            if (engine->groups[g].picked_rows > most) most = engine->groups[next = g].picked_rows;
+        if (most == 0) return;
+        add_segment(engine, buffer, next, pick_count);
+        *(next == BD_GROUP_BASE ? &base_rows : &engine->groups[next].picked_rows) = 0;
+    }
 }
 
 bd_step_buffer *bd_engine_build(bd_engine *engine) {
@@ -267,9 +303,7 @@ bd_step_buffer *bd_engine_build(bd_engine *engine) {
         .overlays = buffer->overlays,
         .logits_rows = buffer->logits_rows,
     };
-    add_segment(engine, buffer, BD_GROUP_BASE, pick_count);
-    for (uint32_t g = 0; g < engine->group_count; g++)
-        if (engine->groups[g].chosen) add_segment(engine, buffer, g, pick_count);
+    add_segments(engine, buffer, pick_count);
     buffer->logits_first[step->seq_count] = step->logits_row_count;
     BD_ASSERT(step->seq_count == pick_count);
     bd_gate_init(engine, buffer);

@@ -162,7 +162,7 @@ static inline void gpu_model_close(gpu_model *m) {
     free(m);
 }
 
-typedef struct gpu_batch { /* sequences of equal length, sequence s in blocks s * per_seq .. */
+typedef struct gpu_batch { /* sequences, their blocks one after another */
     uint32_t seqs, segments;
     int32_t *tokens;
     uint32_t *positions, *seq_of_row, *blocks;
@@ -173,31 +173,47 @@ typedef struct gpu_batch { /* sequences of equal length, sequence s in blocks s 
     bd_step step;
 } gpu_batch;
 
-/* `variants` of them shared out over the sequences in order, the rest (and variants 0) the base; logits of last rows. */
-static inline gpu_batch *gpu_batch_make(gpu_model *m, uint32_t seqs, uint32_t rows_each, uint32_t before, uint32_t variants) {
+typedef struct gpu_seq { /* rows of one sequence; those of one overlay lie together */
+    uint32_t rows, before;
+    int32_t overlay; /* -1: the base */
+} gpu_seq;
+
+/* Logits of last rows. variants: overlays are below it. */
+static inline gpu_batch *gpu_batch_of(gpu_model *m, uint32_t seqs, const gpu_seq *list, uint32_t variants) {
     gpu_batch *b = calloc(1, sizeof *b);
+    uint32_t rows = 0, blocks = 0;
+    for (uint32_t s = 0; s < seqs; s++) rows += list[s].rows, blocks += (list[s].before + list[s].rows + GPU_MODEL_BLOCK) / GPU_MODEL_BLOCK;
     b->seqs = seqs;
-    const uint32_t rows = seqs * rows_each, per_seq = (before + rows_each + GPU_MODEL_BLOCK) / GPU_MODEL_BLOCK;
-    b->tokens = calloc(rows, 4), b->positions = calloc(rows, 4), b->seq_of_row = calloc(rows, 4), b->blocks = calloc((size_t)seqs * per_seq, 4);
+    b->tokens = calloc(rows, 4), b->positions = calloc(rows, 4), b->seq_of_row = calloc(rows, 4), b->blocks = calloc(blocks, 4);
     b->seq = calloc(seqs, sizeof *b->seq), b->segment = calloc(seqs + 1, sizeof *b->segment), b->logits = calloc(seqs, sizeof *b->logits);
-    for (uint32_t i = 0; i < seqs * per_seq; i++) b->blocks[i] = i;
+    for (uint32_t i = 0; i < blocks; i++) b->blocks[i] = i;
+    uint32_t row = 0, block = 0;
     for (uint32_t s = 0; s < seqs; s++) {
-        b->seq[s] = (bd_seq){.first_row = s * rows_each, .row_count = rows_each, .kv_before_tokens = before, .kv_blocks = b->blocks + s * per_seq,
+        const gpu_seq *q = &list[s];
+        b->seq[s] = (bd_seq){.first_row = row, .row_count = q->rows, .kv_before_tokens = q->before, .kv_blocks = b->blocks + block,
                              .sampling = {.temperature = s % 2 ? 0.8f : 0, .top_p = 0.9f, .top_k = s % 4 == 3 ? 0 : 50, .seed = s}};
-        b->logits[s] = (bd_logits_row){.row = s * rows_each + rows_each - 1, .seq = s, .target = -1, .top_count = 5};
-        for (uint32_t i = 0; i < rows_each; i++) {
-            const uint32_t row = s * rows_each + i;
-            b->tokens[row] = (int32_t)((row * 2654435761u + before * 40503u) % m->config.vocab);
-            b->positions[row] = before + i, b->seq_of_row[row] = s;
-        }
-        const int32_t overlay = variants == 0 ? -1 : (int32_t)(s * variants / seqs);
+        b->logits[s] = (bd_logits_row){.row = row + q->rows - 1, .seq = s, .target = -1, .top_count = 5};
         bd_segment *last = b->segments ? &b->segment[b->segments - 1] : NULL;
-        if (last && last->overlay == overlay) last->row_count += rows_each;
-        else b->segment[b->segments++] = (bd_segment){overlay, s * rows_each, rows_each};
+        if (last && last->overlay == q->overlay) last->row_count += q->rows;
+        else b->segment[b->segments++] = (bd_segment){q->overlay, row, q->rows};
+        for (uint32_t i = 0; i < q->rows; i++, row++) {
+            b->tokens[row] = (int32_t)((row * 2654435761u + q->before * 40503u) % m->config.vocab);
+            b->positions[row] = q->before + i, b->seq_of_row[row] = s;
+        }
+        block += (q->before + q->rows + GPU_MODEL_BLOCK) / GPU_MODEL_BLOCK;
     }
     for (uint32_t v = 0; v < variants; v++) b->overlays[v] = &m->overlays[v];
     b->step = (bd_step){.id = 1, .row_count = rows, .seq_count = seqs, .segment_count = b->segments, .overlay_count = variants, .logits_row_count = seqs, .tokens = b->tokens,
                         .positions = b->positions, .seq_of_row = b->seq_of_row, .seqs = b->seq, .segments = b->segment, .overlays = b->overlays, .logits_rows = b->logits};
+    return b;
+}
+
+/* Sequences of equal length; `variants` of them shared out over the sequences in order (variants 0: the base). */
+static inline gpu_batch *gpu_batch_make(gpu_model *m, uint32_t seqs, uint32_t rows_each, uint32_t before, uint32_t variants) {
+    gpu_seq *list = calloc(seqs, sizeof *list);
+    for (uint32_t s = 0; s < seqs; s++) list[s] = (gpu_seq){rows_each, before, variants == 0 ? -1 : (int32_t)(s * variants / seqs)};
+    gpu_batch *b = gpu_batch_of(m, seqs, list, variants);
+    free(list);
     return b;
 }
 

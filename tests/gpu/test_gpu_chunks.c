@@ -3,21 +3,38 @@
 
 #include "../../src/backend/cuda/cuda_internal.h"
 
-enum { UPLOAD_BYTES = 1 << 20, SEGMENTS_MAX = 64 };
+enum { UPLOAD_BYTES = 1 << 20, SEGMENTS_MAX = 64, ROWS_MAX = 1000 };
 
 typedef struct made_step {
     bd_cuda *cuda;
     bd_step step;
     bd_segment segments[SEGMENTS_MAX];
-    int32_t overlay[CUDA_DECODE_ROWS_MAX]; /* of each row */
+    int32_t overlay[ROWS_MAX]; /* of each row */
 } made_step;
 
-/* Rows of the base, if any, and then of variants in rising order, as the engine sorts them. */
+static int longer(const void *a, const void *b) {
+    const bd_segment *x = a, *y = b;
+    return (x->row_count < y->row_count) - (x->row_count > y->row_count);
+}
+
+static void sort_segments(made_step *m) {
+    qsort(m->segments, m->step.segment_count, sizeof *m->segments, longer);
+    uint32_t row = 0;
+    for (uint32_t s = 0; s < m->step.segment_count; s++) {
+        m->segments[s].first_row = row;
+        for (const uint32_t end = row + m->segments[s].row_count; row < end; row++) m->overlay[row] = m->segments[s].overlay;
+    }
+}
+
+/* Segments of any lengths, of the base and then of variants in rising order; or as the engine sorts them, the longest first. */
 static made_step make_step(uint32_t rows, uint32_t runs) {
     made_step m = {.cuda = calloc(1, sizeof *m.cuda)};
     m.cuda->upload.host = m.cuda->upload.device = calloc(1, UPLOAD_BYTES); /* read back where it was written */
     m.cuda->upload.cap_bytes = UPLOAD_BYTES;
     m.cuda->fast.usable = true;
+    m.cuda->fast.sm_count = 132;
+    static const uint32_t n[CUDA_GROUPS] = {6144, 4096, 28672, 4096}, k[CUDA_GROUPS] = {4096, 4096, 4096, 14336};
+    for (int g = 0; g < (int)CUDA_GROUPS; g++) m.cuda->fast.groups[g] = (cuda_group){.fast = true, .n = n[g], .k = k[g]};
     int32_t overlay = (int32_t)(test_next() % 2) - 1;
     for (uint32_t row = 0; row < rows;) {
         const uint32_t left = rows - row, most = 2 * rows / runs + 1, last = m.step.segment_count + 1 == SEGMENTS_MAX;
@@ -28,8 +45,17 @@ static made_step make_step(uint32_t rows, uint32_t runs) {
         overlay += 1 + (int32_t)(test_next() % 3);
     }
     m.step.row_count = rows;
+    if (test_next() % 2) sort_segments(&m);
     return m;
 }
+
+static bool begins(const made_step *m, uint32_t row) {
+    for (uint32_t s = 0; s < m->step.segment_count; s++)
+        if (m->segments[s].first_row == row) return true;
+    return false;
+}
+
+static uint32_t kinds[4]; /* ways seen: by nobody, tiles, chunks, both */
 
 static void free_step(made_step *m) {
     free(m->cuda->upload.host);
@@ -68,12 +94,45 @@ static void check_groups(const made_step *m, const cuda_chunk *chunk, const k_ge
     assert_int_equal(row, chunk->first_row + chunk->rows);
 }
 
+/* The tiles are of every row once, of one segment each, in order. */
+static void check_tiles(const made_step *m, const cuda_fast_step *d) {
+    for (uint32_t t = 0; t < CUDA_TILES; t++)
+        for (uint32_t i = 0, row = 0; row < m->step.row_count; i++) {
+            const k_gemm_tile *tile = &d->tiles[t][i];
+            assert_int_equal(tile->m0, row);
+            assert_true(tile->m1 > tile->m0 && tile->m1 - tile->m0 <= (int32_t)cuda_tile_tokens[t]);
+            for (; row < (uint32_t)tile->m1; row++) assert_int_equal(m->overlay[row], tile->variant);
+            if (row < m->step.row_count && m->overlay[row] == tile->variant) assert_true(tile->m1 - tile->m0 == (int32_t)cuda_tile_tokens[t] || begins(m, row));
+        }
+}
+
+/* Every group's rows are taken once: by as many tiles as reach to where the chunks begin, or to the end. */
+static void check_ways(const made_step *m, const cuda_fast_step *d) {
+    const uint32_t rows = m->step.row_count, chunked_from = d->chunk_count ? d->chunks[0].first_row : rows;
+    for (uint32_t g = 0; g < CUDA_GROUPS; g++) {
+        const cuda_way *way = &d->ways[g];
+        uint32_t end = 0;
+        bool delta = false;
+        for (uint32_t i = 0; i < way->tile_count; i++) end = (uint32_t)d->tiles[way->tile][i].m1, delta |= d->tiles[way->tile][i].variant >= 0;
+        assert_int_equal(end, way->chunked ? chunked_from : rows);
+        if (end) assert_int_equal(way->delta, delta);
+        if (way->chunked) assert_true(d->chunk_count > 0);
+        kinds[(end > 0) + 2 * (way->chunked > 0)]++;
+    }
+    /* Decode's are all rows of a small step, or segments at the end, each short. */
+    assert_true(rows - chunked_from <= CUDA_DECODE_ROWS_MAX);
+    for (uint32_t s = 0; s < m->step.segment_count && chunked_from; s++)
+        if (m->segments[s].first_row >= chunked_from) assert_true(m->segments[s].row_count <= CUDA_SHORT_ROWS);
+    assert_true(chunked_from == rows || begins(m, chunked_from));
+}
+
 static void check_step(uint32_t rows, uint32_t runs) {
     made_step m = make_step(rows, runs);
     m.step.segments = m.segments;
     assert_true(cuda_fast_step_fill(m.cuda, &m.step));
     const cuda_fast_step *d = &m.cuda->fast_step;
-    uint32_t row = 0;
+    const uint32_t first_row = d->chunk_count ? d->chunks[0].first_row : rows;
+    uint32_t row = first_row;
     uint64_t digits = 0;
     assert_true(d->chunk_count <= CUDA_CHUNKS_MAX && d->chunk_count <= K_DIGITS_CHUNKS);
     for (uint32_t c = 0; c < d->chunk_count; c++) {
@@ -86,7 +145,7 @@ static void check_step(uint32_t rows, uint32_t runs) {
         assert_true(groups[0] <= K_ROWS_GROUPS);
         if (c + 1 < d->chunk_count) assert_true(chunk->rows == K_DECODE_ROWS || chunk->slots == 16 || groups[0] == K_ROWS_GROUPS);
         for (uint32_t end = row + chunk->rows; row < end; row++) {
-            const int32_t slot = d->slot[row];
+            const int32_t slot = d->slot[row - first_row];
             assert_true(slot >= -1 && slot < (int32_t)chunk->slots);
             assert_int_equal(slot < 0 ? -1 : columns[slot], m.overlay[row]);
         }
@@ -96,12 +155,18 @@ static void check_step(uint32_t rows, uint32_t runs) {
     }
     assert_int_equal(row, rows);
     assert_true(digits <= CUDA_DIGIT_ROWS / 32 * k_digits_bytes(32, 256)); /* what memory.c reserves */
+    check_ways(&m, d);
+    if (rows > CUDA_DECODE_ONLY_ROWS) check_tiles(&m, d);
+    else assert_true(d->chunk_count > 0 && first_row == 0);
     free_step(&m);
 }
 
 static void test_random_steps(void **state) {
     (void)state;
-    for (int i = 0; i < 20000; i++) check_step(1 + (uint32_t)(test_next() % CUDA_DECODE_ROWS_MAX), 1 + (uint32_t)(test_next() % 40));
+    for (int i = 0; i < 20000; i++) check_step(1 + (uint32_t)(test_next() % (i % 2 ? ROWS_MAX : CUDA_DECODE_ROWS_MAX)), 1 + (uint32_t)(test_next() % 40));
+    printf("groups by tiles %u, chunks %u, both %u\n", kinds[1], kinds[2], kinds[3]);
+    assert_true(kinds[1] > 1000 && kinds[2] > 1000 && kinds[3] > 1000);
+    assert_int_equal(kinds[0], 0);
 }
 
 /* As many variants as rows, and one of each kind alone. */

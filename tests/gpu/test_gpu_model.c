@@ -83,20 +83,24 @@ static void test_recorded_steps(void **state) {
         }
 }
 
-/* Both element types and both sets of kernels compute the same model. */
-static void precision(uint32_t rows_each) {
+/* Both element types and both sets of kernels compute the same model. parts: the long segments of a linear at least go another way than the short ones. */
+static void precision(gpu_shape shape, uint32_t seqs, const gpu_seq *list, uint32_t variants, bool parts) {
     float *logits[4];
     double norm = 0, error[4] = {0};
-    const size_t count = 6u * small.vocab;
+    const size_t count = (size_t)seqs * shape.vocab;
     for (int i = 0; i < 4; i++) {
-        gpu_shape s = small;
+        gpu_shape s = shape;
         s.kernels = i / 2 ? BD_KERNELS_AUTO : BD_KERNELS_PLAIN;
         s.dtype = i % 2 ? BD_DTYPE_BF16 : BD_DTYPE_F16;
         gpu_model *m = gpu_model_open(s, false);
         bd_token_result results[64];
-        gpu_batch *b = gpu_batch_make(m, 6, rows_each, 0, 3);
+        gpu_batch *b = gpu_batch_of(m, seqs, list, variants);
         run(m, &b->step, results);
-        logits[i] = logits_of(m, 6);
+        bool some = false;
+        const cuda_fast_step *d = &((bd_cuda *)m->backend)->fast_step;
+        for (int g = 0; g < 4; g++) some = some || (d->ways[g].tile_count > 0 && d->ways[g].chunked);
+        if (i / 2) assert_int_equal(some, parts);
+        logits[i] = logits_of(m, seqs);
         gpu_batch_free(b);
         gpu_model_close(m);
     }
@@ -111,9 +115,27 @@ static void precision(uint32_t rows_each) {
 
 static void test_precision(void **state) {
     (void)state;
-    precision(50);
-    precision(20);
-    precision(7);
+    static const uint32_t rows[] = {50, 20, 7};
+    for (int i = 0; i < 3; i++) {
+        gpu_seq list[6];
+        for (int s = 0; s < 6; s++) list[s] = (gpu_seq){rows[i], 0, s / 2};
+        precision(small, 6, list, 3, false);
+    }
+}
+
+/* Prompts of two variants beside short ones of all and of the base, as many as make a chunk and many chunks. */
+static void test_precision_of_parts(void **state) {
+    (void)state;
+    static const uint32_t shorts[] = {5, 12, 24};
+    gpu_shape s = small;
+    s.hidden = 2048, s.ffn = 4096, s.heads = 32, s.layers = 1;
+    for (int i = 0; i < 3; i++) {
+        gpu_seq list[64] = {{150 + (uint32_t)(test_next() % 100), 0, 0}, {90 + (uint32_t)(test_next() % 40), 0, 1}};
+        for (uint32_t q = 0; q < shorts[i]; q++) list[2 + q] = (gpu_seq){1 + (uint32_t)(test_next() % 3), 0, (int32_t)(q * 5 / shorts[i]) - 1};
+        for (uint32_t q = 0; q < shorts[i]; q++)
+            if (list[2 + q].overlay == 1) list[2 + q].overlay = 4;
+        precision(s, 2 + shorts[i], list, 5, true);
+    }
 }
 
 /* A step in whose middle something happens that no recording can hold: waiting for the stream that is being recorded. */
@@ -230,7 +252,7 @@ static void test_a_sticky_fault_is_an_answer(void **state) {
 
 int main(int argc, char **argv) {
     gpu_test_begin(argc, argv);
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_recorded_steps), cmocka_unit_test(test_failed_recording), cmocka_unit_test(test_precision), cmocka_unit_test(test_fp16_refuses_what_it_cannot_hold),
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_recorded_steps), cmocka_unit_test(test_failed_recording), cmocka_unit_test(test_precision), cmocka_unit_test(test_precision_of_parts), cmocka_unit_test(test_fp16_refuses_what_it_cannot_hold),
                                        cmocka_unit_test(test_out_of_memory_at_open), cmocka_unit_test(test_a_sticky_fault_is_an_answer)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

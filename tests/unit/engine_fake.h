@@ -182,6 +182,8 @@ static inline void fake_check_segments(fake_device *fake, const bd_step *step) {
         if (segment->first_row != at || segment->row_count == 0)
             fake_fault(fake, "segments do not cover the rows", segment->first_row, at);
         at += segment->row_count;
+        if (i > 0 && segment->row_count > step->segments[i - 1].row_count)
+            fake_fault(fake, "a longer segment behind a shorter one", i, segment->row_count);
         if (segment->overlay < -1 || segment->overlay >= (int32_t)step->overlay_count)
             fake_fault(fake, "overlay index", (uint64_t)segment->overlay, step->overlay_count);
         for (uint32_t j = 0; j < i; j++)

@@ -259,6 +259,62 @@ static void test_variants(void **state) {
     assert_int_equal(s.output_tokens[1], 60);
 }
 
+/* What is left of a step after the prompt of best claim goes to its own variant before others. */
+static void test_company(void **state) {
+    (void)state;
+    script s;
+    bd_engine_stats stats;
+    set_up(&s, 400);
+    s.options.rows_max = 16;
+    static const uint32_t variants[] = {1, 2, 1, 0, 2, 0}, order[] = {1, 3, 2, 5, 4, 6};
+    for (uint32_t i = 0; i < 6; i++)
+        add(&s, 0, variants[i], 8, 1);
+    run(&s, &stats);
+    assert_int_equal(stats.steps, 3);
+    for (uint32_t i = 0; i < 6; i++)
+        assert_int_equal(s.clients[i].began_at, order[i]);
+
+    /* One served less is first all the same. */
+    set_up(&s, 400);
+    s.options.rows_max = 16;
+    s.payers[0].counter = 5.0;
+    for (uint32_t i = 0; i < 3; i++)
+        add(&s, 0, 1, 8, 1);
+    client *first = add(&s, 1, 2, 8, 1);
+    run(&s, &stats);
+    assert_in_range(first->began_at, 1, 2); /* with another of its step */
+    assert_int_equal(stats.steps, 2);
+}
+
+/* A further variant's prompt is not begun with less than an eighth of a step, unless that is all.
+ */
+static void test_splinters(void **state) {
+    (void)state;
+    static const struct {
+        uint32_t second, variant, steps;
+    } cases[] = {{68, 2, 3}, {72, 2, 3}, {68, 1, 2}, {4, 2, 1}, {64, 2, 2}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        script s;
+        bd_engine_stats stats;
+        set_up(&s, 400);
+        s.options.prefill_chunk_tokens = 64;
+        add(&s, 0, 1, 60, 1);
+        add(&s, 0, cases[i].variant, cases[i].second, 1);
+        run(&s, &stats);
+        if (stats.steps != cases[i].steps)
+            fail_msg("%u tokens: %u steps, not %u", cases[i].second, (unsigned)stats.steps,
+                     cases[i].steps);
+    }
+    script s; /* an eighth is enough */
+    bd_engine_stats stats;
+    set_up(&s, 400);
+    s.options.prefill_chunk_tokens = 64;
+    add(&s, 0, 1, 56, 1);
+    add(&s, 0, 2, 72, 1);
+    run(&s, &stats);
+    assert_int_equal(stats.steps, 2);
+}
+
 /* Who waits for KV is passed by one whose payer was served less, and by nobody else. */
 static void test_passes(void **state) {
     (void)state;
@@ -310,7 +366,8 @@ int main(void) {
         cmocka_unit_test(test_gives_way), cmocka_unit_test(test_rows),
         cmocka_unit_test(test_equal),     cmocka_unit_test(test_crossing),
         cmocka_unit_test(test_variants),  cmocka_unit_test(test_passes),
-        cmocka_unit_test(test_cached),
+        cmocka_unit_test(test_cached),    cmocka_unit_test(test_company),
+        cmocka_unit_test(test_splinters),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -13,10 +13,13 @@
 struct bd_cuda;
 
 /* Steps of up to DECODE_ONLY rows are decode's: a row does not see its batch. Up to DECODE_ROWS_MAX
- * it is decode, in chunks, or prefill, whichever costs less. All chunks but the last have
- * K_DECODE_ROWS rows, 16 slots or as many groups as the rows kernel takes, so 16 rows at least. */
+ * it is decode, in chunks, or prefill, whichever costs less, and of any step the short segments at
+ * its end, of as many rows together, may be decode's while the others are prefill's. All chunks but
+ * the last have K_DECODE_ROWS rows, 16 slots or as many groups as the rows kernel takes, so 16 rows
+ * at least. */
 #define CUDA_DECODE_ONLY_ROWS 16u
 #define CUDA_DECODE_ROWS_MAX  256u
+#define CUDA_SHORT_ROWS       64u /* most rows of a short segment */
 #define CUDA_CHUNKS_MAX       17u
 #define CUDA_DIGIT_ROWS       (2 * CUDA_DECODE_ROWS_MAX + 32) /* of launches of 32 or 64 */
 #define CUDA_GROUPS           4u                              /* bd_group */
@@ -59,14 +62,22 @@ typedef struct cuda_chunk { /* rows for one launch of the decode or the rows ker
     uint32_t first_group, groups, group_rows; /* of the rows kernel; groups 0: not its */
 } cuda_chunk;
 
+/* Who takes a group's rows: tiles from the first on, by the prefill kernel, and the chunks. */
+typedef struct cuda_way {             /* without padding: see cuda_fast_step_fill */
+    uint32_t tile_count, tile, split; /* tile: which size */
+    uint32_t delta, chunked;          /* whether a tile has a variant, whether the chunks are */
+    float cost_us;                    /* as estimated */
+} cuda_way;
+
 /* Device pointers of the step's lists, in the upload. */
 typedef struct cuda_fast_step {
-    bool usable, any_delta;               /* at most one plane, fused planes adjacent */
-    const k_gemm_tile *tiles[CUDA_TILES]; /* none where decode takes every row */
-    uint32_t tile_count[CUDA_TILES];
-    const int32_t *columns, *slot; /* overlay column of each slot, slot of each row in its chunk */
-    cuda_chunk chunks[CUDA_CHUNKS_MAX];
-    uint32_t chunk_count; /* 0: too many rows */
+    bool usable; /* at most one plane, fused planes adjacent */
+    cuda_way ways[CUDA_GROUPS];
+    const k_gemm_tile *tiles[CUDA_TILES]; /* of all rows; none where decode takes every row */
+    const int32_t *columns, *slot;        /* overlay column of each slot; slot in its chunk of each
+                                             row from the first chunk's on */
+    cuda_chunk chunks[CUDA_CHUNKS_MAX];   /* of the rows at the step's end, of all or of none */
+    uint32_t chunk_count;
     const k_gemm_tile *chunk_groups;
     const k_gemm_tile *head_tiles[CUDA_TILES]; /* NULL: the head is the plain kernel's */
     uint32_t head_tile_count[CUDA_TILES];
@@ -75,10 +86,17 @@ typedef struct cuda_fast_step {
 /* After the arenas are carved. Never fails: what cannot be fast is left to the plain kernels. */
 void cuda_fast_open(struct bd_cuda *cuda);
 void cuda_fast_close(struct bd_cuda *cuda);
-/* Fills the lists of the step; false: the upload is full. */
+extern const uint32_t cuda_tile_tokens[CUDA_TILES];
+/* fast_step.c. Fills the lists of the step; false: the upload is full. */
 bool cuda_fast_step_fill(struct bd_cuda *cuda, const bd_step *step);
 /* The group's outputs in groups[group].y_data, 16-bit. */
 bd_status cuda_fast_linear(struct bd_cuda *cuda, uint32_t layer, bd_group group, bd_error *err);
+
+/* The tiles that take least for W [n, k] where there are tile_count of each size. */
+cuda_way cuda_fast_tile(const cuda_fast *fast, uint32_t n, uint32_t k,
+                        const uint32_t tile_count[CUDA_TILES]);
+/* Whether the rows kernel takes the chunk, else decode's. */
+bool cuda_fast_takes_rows(const cuda_fast *fast, const cuda_group *group, const cuda_chunk *chunk);
 
 /* Logits of head_in, float32, where the step's head_tiles are. */
 bd_status cuda_fast_head_run(struct bd_cuda *cuda, float *logits, bd_error *err);

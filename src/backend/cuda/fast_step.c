@@ -1,0 +1,304 @@
+/* fast_step.c - how the rows of a step are shared out to the kernels of the fast path: tiles for
+ * prefill's, chunks for decode's, and for each group of matrices who takes what. All of it follows
+ * from shapes and the step's rows alone, so a step repeated is bitwise equal. */
+#include <math.h>
+#include <string.h>
+
+#include "cuda_internal.h"
+#include "fast.h"
+
+const uint32_t cuda_tile_tokens[CUDA_TILES] = {256, 128, 64};
+
+/* Whether the planes (and biases) of a fused group follow each other in this overlay, or are all
+ * absent. */
+static bool fused_adjacent(const bd_cuda *cuda, const bd_overlay_linear *linears,
+                           const cuda_group *g) {
+    const bd_overlay_linear *first = &linears[g->first];
+    const uint8_t *bits = first->planes[0].bits;
+    const float *scale = first->planes[0].scale, *bias = first->bias;
+    for (uint32_t i = 0; i < g->count; i++) {
+        const bd_overlay_linear *l = &linears[g->first + i];
+        const uint32_t n = cuda->shape.linear_n[g->first + i];
+        if (l->plane_count != first->plane_count || (l->bias == NULL) != (first->bias == NULL))
+            return false;
+        if (l->plane_count && (l->planes[0].bits != bits || l->planes[0].scale != scale))
+            return false;
+        if (l->bias && l->bias != bias) return false;
+        bits += k_sign_bytes(n, g->k);
+        scale += n;
+        if (bias) bias += n;
+    }
+    return true;
+}
+
+static bool overlays_usable(const bd_cuda *cuda, const bd_step *step) {
+    for (uint32_t v = 0; v < step->overlay_count; v++)
+        for (uint32_t layer = 0; layer < cuda->shape.layers; layer++) {
+            const bd_overlay_linear *linears = &step->overlays[v]->linears[layer * BD_LINEAR_COUNT];
+            for (uint32_t i = 0; i < BD_LINEAR_COUNT; i++)
+                if (linears[i].plane_count > 1) return false;
+            for (uint32_t g = 0; g < CUDA_GROUPS; g++)
+                if (cuda->fast.groups[g].fast && cuda->fast.groups[g].count > 1 &&
+                    !fused_adjacent(cuda, linears, &cuda->fast.groups[g]))
+                    return false;
+        }
+    return true;
+}
+
+/* Whether the step's logits are the base's own table times head_in. */
+static bool head_plain(const bd_step *step) {
+    for (uint32_t v = 0; v < step->overlay_count; v++)
+        for (uint32_t b = 0; step->overlays[v]->head && b < step->overlays[v]->block_count; b++)
+            if (step->overlays[v]->head[b].plane_count || step->overlays[v]->head[b].bias)
+                return false;
+    return true;
+}
+
+static bool head_fill(bd_cuda *cuda, const bd_step *step, cuda_fast_step *d) {
+    const uint32_t rows = step->logits_row_count;
+    if (!cuda->fast.head.fast || rows <= CUDA_DECODE_ONLY_ROWS || !head_plain(step)) return true;
+    for (uint32_t t = 0; t < CUDA_TILES; t++) {
+        const uint32_t count = (rows + cuda_tile_tokens[t] - 1) / cuda_tile_tokens[t];
+        k_gemm_tile *tiles =
+            cuda_upload_reserve(cuda, count, sizeof *tiles, (const void **)&d->head_tiles[t]);
+        if (!tiles) return false;
+        for (uint32_t i = 0; i < count; i++) {
+            const uint32_t row = i * cuda_tile_tokens[t], end = row + cuda_tile_tokens[t];
+            tiles[i] = (k_gemm_tile){(int32_t)row, (int32_t)(end < rows ? end : rows), -1, 0};
+        }
+        d->head_tile_count[t] = count;
+    }
+    return true;
+}
+
+static uint32_t tiles_of(const bd_segment *segment, uint32_t tokens) {
+    return (segment->row_count + tokens - 1) / tokens;
+}
+
+/* Every segment's, of each size. */
+static bool tiles_fill(bd_cuda *cuda, const bd_step *step, cuda_fast_step *d) {
+    for (uint32_t t = 0; t < CUDA_TILES; t++) {
+        const uint32_t tokens = cuda_tile_tokens[t];
+        uint32_t count = 0;
+        for (uint32_t s = 0; s < step->segment_count; s++)
+            count += tiles_of(&step->segments[s], tokens);
+        k_gemm_tile *tile =
+            cuda_upload_reserve(cuda, count, sizeof *tile, (const void **)&d->tiles[t]);
+        if (!tile) return false;
+        for (uint32_t s = 0; s < step->segment_count; s++) {
+            const bd_segment *segment = &step->segments[s];
+            const uint32_t end = segment->first_row + segment->row_count;
+            for (uint32_t row = segment->first_row; row < end; row += tokens)
+                *tile++ =
+                    (k_gemm_tile){(int32_t)row, (int32_t)(row + tokens < end ? row + tokens : end),
+                                  segment->overlay, 0};
+        }
+    }
+    return true;
+}
+
+/* The chunk's runs of one slot, those of variants cut into groups of at most `most` rows. Returns
+ * how many. slot: of the chunk's rows. */
+static uint32_t groups_of(const cuda_chunk *chunk, const int32_t *slot, uint32_t most,
+                          k_gemm_tile *out) {
+    const uint32_t first = chunk->first_row;
+    uint32_t count = 0;
+    for (uint32_t row = 0, stop; row < chunk->rows; row = stop) {
+        stop = row + 1;
+        while (stop < chunk->rows && (slot[row] < 0 || stop - row < most) &&
+               slot[stop] == slot[row])
+            stop++;
+        out[count++] = (k_gemm_tile){(int32_t)(first + row), (int32_t)(first + stop), slot[row], 0};
+    }
+    return count;
+}
+
+typedef struct chunk_lists { /* in the upload, for as many rows as there may be */
+    int32_t *columns, *slot;
+    k_gemm_tile *groups;
+} chunk_lists;
+
+static bool lists_reserve(bd_cuda *cuda, uint32_t rows, cuda_fast_step *d, chunk_lists *out) {
+    out->columns =
+        cuda_upload_reserve(cuda, rows, sizeof *out->columns, (const void **)&d->columns);
+    out->slot = cuda_upload_reserve(cuda, rows, sizeof *out->slot, (const void **)&d->slot);
+    out->groups =
+        cuda_upload_reserve(cuda, rows, sizeof *out->groups, (const void **)&d->chunk_groups);
+    return out->columns && out->slot && out->groups;
+}
+
+/* The chunks' small groups for the rows kernel, or large ones where these are fewer. */
+static void groups_fill(const chunk_lists *lists, cuda_fast_step *d) {
+    const int32_t *slot = lists->slot;
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < d->chunk_count; slot += d->chunks[i++].rows) {
+        cuda_chunk *chunk = &d->chunks[i];
+        k_gemm_tile *groups = lists->groups + count;
+        if (!chunk->slots) continue;
+        const uint32_t many = groups_of(chunk, slot, K_ROWS_SMALL, groups),
+                       few = groups_of(chunk, slot, K_ROWS_LARGE, groups);
+        const bool wide = few < many && k_rows_takes((int)chunk->rows, (int)few, K_ROWS_LARGE);
+        chunk->group_rows = wide ? K_ROWS_LARGE : K_ROWS_SMALL;
+        chunk->first_group = count;
+        chunk->groups = groups_of(chunk, slot, chunk->group_rows, groups);
+        count += chunk->groups;
+    }
+}
+
+/* The rows of segments [first, count) in chunks of K_DECODE_ROWS at most, and in each the runs of
+ * one variant as its slots; of more small groups than the rows kernel takes there are two chunks.
+ * Replaces what was there. */
+static void chunks_fill(const bd_step *step, uint32_t first, const chunk_lists *lists,
+                        cuda_fast_step *d) {
+    uint32_t slots = 0, at = 0, groups = 0, run = 0; /* groups of the chunk, rows of the last */
+    cuda_chunk *chunk = NULL;
+    memset(d->chunks, 0, sizeof d->chunks);
+    d->chunk_count = 0;
+    for (uint32_t s = first; s < step->segment_count; s++) {
+        const bd_segment *segment = &step->segments[s];
+        const int32_t overlay = segment->overlay;
+        for (uint32_t i = 0; i < segment->row_count; i++) {
+            const bool grows = i == 0 || (overlay >= 0 && run == K_ROWS_SMALL);
+            bool fresh = overlay >= 0 && i == 0;
+            if (!chunk || chunk->rows == K_DECODE_ROWS || (fresh && chunk->slots == 16) ||
+                (grows && groups == K_ROWS_GROUPS)) {
+                chunk = &d->chunks[d->chunk_count++];
+                chunk->first_row = segment->first_row + i;
+                chunk->first_slot = slots;
+                fresh = overlay >= 0;
+                groups = 1, run = 0;
+            } else if (grows) {
+                groups++, run = 0;
+            }
+            if (fresh) lists->columns[slots++] = overlay, chunk->slots++;
+            chunk->rows++, run++;
+            lists->slot[at++] = overlay < 0 ? -1 : (int32_t)chunk->slots - 1;
+        }
+    }
+    if (step->row_count > CUDA_DECODE_ONLY_ROWS) groups_fill(lists, d);
+}
+
+/* ---- What it costs ---- */
+
+static double decode_cost(const cuda_fast *fast, const cuda_group *g, const cuda_chunk *chunk) {
+    return k_decode_cost((int)g->n, (int)g->k, (int)chunk->rows, (int)chunk->slots, fast->sm_count);
+}
+
+static double rows_cost(const cuda_fast *fast, const cuda_group *g, const cuda_chunk *chunk) {
+    if (!chunk->groups) return 1e300;
+    return k_rows_cost((int)g->n, (int)g->k, (int)chunk->rows, (int)chunk->groups,
+                       (int)chunk->group_rows, (int)chunk->slots, fast->sm_count);
+}
+
+bool cuda_fast_takes_rows(const cuda_fast *fast, const cuda_group *g, const cuda_chunk *chunk) {
+    return rows_cost(fast, g, chunk) < decode_cost(fast, g, chunk);
+}
+
+static double chunks_cost(const cuda_fast *fast, const cuda_group *g, const cuda_fast_step *d) {
+    double cost = 0;
+    for (uint32_t c = 0; c < d->chunk_count; c++)
+        cost += fmin(decode_cost(fast, g, &d->chunks[c]), rows_cost(fast, g, &d->chunks[c]));
+    return cost;
+}
+
+cuda_way cuda_fast_tile(const cuda_fast *fast, uint32_t n, uint32_t k,
+                        const uint32_t tile_count[CUDA_TILES]) {
+    double least = 1e300;
+    cuda_way best = {0};
+    for (uint32_t t = 0; t < CUDA_TILES; t++)
+        for (uint32_t split = 1; split <= (t == 0 ? 4 : 2); split *= 2) {
+            const double cost = k_gemm_cost((int)n, (int)k, (int)cuda_tile_tokens[t], (int)split,
+                                            (int)tile_count[t], fast->sm_count);
+            if (cost >= least * 0.999) continue;
+            least = cost;
+            best = (cuda_way){.tile_count = tile_count[t], .tile = t, .split = split};
+        }
+    best.cost_us = (float)least;
+    return best;
+}
+
+/* ---- Who takes what ---- */
+
+/* The group's rows of segments [0, end) as tiles. */
+static cuda_way prefill_way(const cuda_fast *fast, const cuda_group *g, const bd_step *step,
+                            uint32_t end) {
+    uint32_t count[CUDA_TILES] = {0}, delta = 0;
+    for (uint32_t s = 0; s < end; s++) {
+        if (step->segments[s].overlay >= 0) delta = 1;
+        for (uint32_t t = 0; t < CUDA_TILES; t++)
+            count[t] += tiles_of(&step->segments[s], cuda_tile_tokens[t]);
+    }
+    cuda_way way = {.cost_us = 0};
+    if (end) way = cuda_fast_tile(fast, g->n, g->k, count);
+    way.delta = delta;
+    return way;
+}
+
+/* Each group's least: all rows as tiles, or those of segments [0, first) as tiles and the others by
+ * the chunks as they are. Returns the sum. */
+static double ways_fill(const cuda_fast *fast, const bd_step *step, uint32_t first,
+                        const cuda_fast_step *d, cuda_way ways[CUDA_GROUPS]) {
+    double sum = 0;
+    for (uint32_t i = 0; i < CUDA_GROUPS; i++) {
+        const cuda_group *g = &fast->groups[i];
+        if (!g->fast) continue;
+        const cuda_way all = prefill_way(fast, g, step, step->segment_count);
+        ways[i] = prefill_way(fast, g, step, first);
+        ways[i].chunked = d->chunk_count > 0;
+        ways[i].cost_us += (float)chunks_cost(fast, g, d);
+        if (all.cost_us <= ways[i].cost_us) ways[i] = all;
+        sum += (double)ways[i].cost_us;
+    }
+    return sum;
+}
+
+/* The first of the segments at the step's end that are short, and of few rows together. */
+static uint32_t first_short(const bd_step *step) {
+    uint32_t s = step->segment_count, rows = 0;
+    while (s > 0 && step->segments[s - 1].row_count <= CUDA_SHORT_ROWS &&
+           rows + step->segments[s - 1].row_count <= CUDA_DECODE_ROWS_MAX)
+        rows += step->segments[--s].row_count;
+    return s;
+}
+
+/* Where the segments that decode's kernels may take begin: 0 if these take every row, or what costs
+ * least of the places where lengths fall. */
+static void choose(const cuda_fast *fast, const bd_step *step, const chunk_lists *lists,
+                   cuda_fast_step *d) {
+    const uint32_t shorts = first_short(step), count = step->segment_count;
+    const uint32_t lowest = step->row_count <= CUDA_DECODE_ROWS_MAX ? 0 : shorts;
+    double least = 1e300;
+    uint32_t best = count;
+    cuda_way ways[CUDA_GROUPS];
+    for (uint32_t s = lowest; s <= count; s = s < shorts ? shorts : s + 1) {
+        if (s > lowest && s < count &&
+            step->segments[s - 1].row_count <= step->segments[s].row_count)
+            continue;
+        chunks_fill(step, s, lists, d);
+        const double cost = ways_fill(fast, step, s, d, ways);
+        if (cost < least) least = cost, best = s;
+    }
+    chunks_fill(step, best, lists, d);
+    (void)ways_fill(fast, step, best, d, d->ways);
+}
+
+bool cuda_fast_step_fill(bd_cuda *cuda, const bd_step *step) {
+    cuda_fast_step *d = &cuda->fast_step;
+    memset(d, 0, sizeof *d); /* with its padding: recorded steps are found by its bytes */
+    d->usable = cuda->fast.usable && overlays_usable(cuda, step);
+    if (!d->usable) return true;
+    if (!head_fill(cuda, step, d)) return false;
+    chunk_lists lists;
+    const uint32_t rows =
+        step->row_count < CUDA_DECODE_ROWS_MAX ? step->row_count : CUDA_DECODE_ROWS_MAX;
+    if (!lists_reserve(cuda, rows, d, &lists)) return false;
+    if (step->row_count > CUDA_DECODE_ONLY_ROWS) {
+        if (!tiles_fill(cuda, step, d)) return false;
+        choose(&cuda->fast, step, &lists, d);
+        return true;
+    }
+    chunks_fill(step, 0, &lists, d);
+    for (uint32_t i = 0; i < CUDA_GROUPS; i++)
+        d->ways[i].chunked = 1;
+    return true;
+}
