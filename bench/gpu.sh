@@ -146,13 +146,13 @@ stage_model() {
 # steps CSV: a line a step: model/GPUs, what, batch, context, variants: us, tokens/s; of several GPUs how much faster than one, all
 # sums by NCCL, what the sums take of a step
 steps() {
-    while read -r line; do say "    $line"; done < <(awk -F, '$1 == "decode" || $1 == "sampled" || $1 == "prefill" {
+    while read -r line; do say "    $line"; done < <(awk -F, '$1 == "decode" || $1 == "sampled" || $1 == "prefill" || $1 == "mixed" {
         key = $1 FS $2 FS $3 FS $5 FS $6 FS $7
         if ($4 == 1 && !(key in one)) one[key] = $8
         printf "%s/%s %s %s b%s c%s v%s: %s us %d/s", $2, $4, $3, substr($1, 1, 3), $5, $6, $7, $8, $9
         if ($4 > 1 && key in one) printf " x%.2f", one[key] / $8
         if ($12 > 0) printf " nccl %s sums %.1f%%", $11, 100 * $13
-        print "" }' "$out/$1" | cut -c1-110 | head -n 72)
+        printf " host %s\n", $14 }' "$out/$1" | cut -c1-110 | head -n 72)
 }
 stage_serving() { # 26 GB on a disk, of which $TMPDIR says where
     local disk
@@ -161,9 +161,10 @@ stage_serving() { # 26 GB on a disk, of which $TMPDIR says where
     disk=$(mktemp -d)
     keep serving.8b.txt 60 "$build/bench_gpu_split" 8b 32 files "$disk" --deltas 10
     cp demo/zen-mini/tokenizer*.json demo/zen-mini/generation_config.json "$disk/base/"
-    keep serving.8b.txt 240 python3 bench/gpu_serving.py "$build/bitdelta" "$disk/base" "$disk/deltas"
+    keep serving.8b.txt 150 env ROUNDS=3 python3 bench/gpu_serving.py "$build/bitdelta" "$disk/base" "$disk/deltas"
+    keep serving.8b.txt 120 env ROUNDS=2 SERVE="--max-batch-tokens 2048" python3 bench/gpu_serving.py "$build/bitdelta" "$disk/base" "$disk/deltas"
     rm -rf "$disk"
-    while read -r line; do say "    $line"; done < <(grep -ahv '^#' "$out/serving.txt" "$out/serving.8b.txt" | cut -c1-200 | tail -n 48)
+    while read -r line; do say "    $line"; done < <(grep -ahv '^#' "$out/serving.txt" "$out/serving.8b.txt" | cut -c1-240 | tail -n 64)
 }
 stage_goldens() {
     local dtype

@@ -46,6 +46,7 @@ typedef struct rank {
     bd_comm *comm;
     void *zeros; /* what is summed a second time */
     const bd_step *step;
+    double host_us; /* until the step was launched */
     bd_token_result results[SEQS_MAX];
     bd_status status;
     bd_error error;
@@ -364,22 +365,35 @@ typedef struct bench_case {
     const char *what;
     uint32_t seqs, rows_each, before, variants;
     bool all_sums; /* timed with every way of summing */
-    double us[SUMS], launched_us;
+    double us[SUMS], launched_us, host_us[SUMS];
 } bench_case;
 
 static bench_case cases[] = {
-    {"decode", 1, 1, CONTEXT, 0, true, {0}, 0},    {"decode", 1, 1, CONTEXT, 1, true, {0}, 0},
-    {"decode", 16, 1, CONTEXT, 0, true, {0}, 0},   {"decode", 16, 1, CONTEXT, 1, false, {0}, 0},
-    {"decode", 16, 1, CONTEXT, 6, false, {0}, 0},  {"decode", 16, 1, CONTEXT, 14, true, {0}, 0},
-    {"decode", 64, 1, CONTEXT, 0, true, {0}, 0},   {"decode", 64, 1, CONTEXT, 1, false, {0}, 0},
-    {"decode", 64, 1, CONTEXT, 6, false, {0}, 0},  {"decode", 64, 1, CONTEXT, 14, true, {0}, 0},
-    {"decode", 256, 1, CONTEXT, 0, true, {0}, 0},  {"decode", 256, 1, CONTEXT, 1, false, {0}, 0},
-    {"decode", 256, 1, CONTEXT, 6, false, {0}, 0}, {"decode", 256, 1, CONTEXT, 14, true, {0}, 0},
-    {"sampled", 64, 1, CONTEXT, 0, false, {0}, 0}, {"prefill", 1, 512, 0, 0, true, {0}, 0},
-    {"prefill", 1, 512, 0, 1, false, {0}, 0},      {"prefill", 1, 2048, 0, 0, true, {0}, 0},
-    {"prefill", 1, 2048, 0, 1, false, {0}, 0},     {"prefill", 8, 256, 0, 8, false, {0}, 0},
-    {"prefill", 8, 64, 0, 0, false, {0}, 0},       {"prefill", 8, 64, 0, 8, false, {0}, 0},
-    {"mixed", 26, 244, CONTEXT, 0, false, {0}, 0}, {"mixed", 26, 244, CONTEXT, 8, false, {0}, 0},
+    {"decode", 1, 1, CONTEXT, 0, true, {0}, 0, {0}},
+    {"decode", 1, 1, CONTEXT, 1, true, {0}, 0, {0}},
+    {"decode", 16, 1, CONTEXT, 0, true, {0}, 0, {0}},
+    {"decode", 16, 1, CONTEXT, 1, false, {0}, 0, {0}},
+    {"decode", 16, 1, CONTEXT, 6, false, {0}, 0, {0}},
+    {"decode", 16, 1, CONTEXT, 14, true, {0}, 0, {0}},
+    {"decode", 64, 1, CONTEXT, 0, true, {0}, 0, {0}},
+    {"decode", 64, 1, CONTEXT, 1, false, {0}, 0, {0}},
+    {"decode", 32, 1, CONTEXT, 8, false, {0}, 0, {0}},
+    {"decode", 64, 1, CONTEXT, 6, false, {0}, 0, {0}},
+    {"decode", 64, 1, CONTEXT, 14, true, {0}, 0, {0}},
+    {"decode", 256, 1, CONTEXT, 0, true, {0}, 0, {0}},
+    {"decode", 256, 1, CONTEXT, 1, false, {0}, 0, {0}},
+    {"decode", 256, 1, CONTEXT, 6, false, {0}, 0, {0}},
+    {"decode", 256, 1, CONTEXT, 14, true, {0}, 0, {0}},
+    {"sampled", 64, 1, CONTEXT, 0, false, {0}, 0, {0}},
+    {"prefill", 1, 512, 0, 0, true, {0}, 0, {0}},
+    {"prefill", 1, 512, 0, 1, false, {0}, 0, {0}},
+    {"prefill", 1, 2048, 0, 0, true, {0}, 0, {0}},
+    {"prefill", 1, 2048, 0, 1, false, {0}, 0, {0}},
+    {"prefill", 8, 256, 0, 8, false, {0}, 0, {0}},
+    {"prefill", 8, 64, 0, 0, false, {0}, 0, {0}},
+    {"prefill", 8, 64, 0, 8, false, {0}, 0, {0}},
+    {"mixed", 26, 244, CONTEXT, 0, false, {0}, 0, {0}},
+    {"mixed", 26, 244, CONTEXT, 8, false, {0}, 0, {0}},
 };
 enum { CASES = sizeof cases / sizeof *cases };
 
@@ -432,7 +446,10 @@ static gpu_batch *batch_of(rank *r, const bench_case *c) {
 }
 
 static void run_step(rank *r) {
-    TRY(gpu_model_step(&r->m, r->step, r->results, &r->error));
+    const uint64_t from = bd_now_us();
+    TRY(gpu_model_forward(&r->m, r->step, &r->error));
+    r->host_us = (double)(bd_now_us() - from);
+    TRY(r->m.ops->step_wait(r->m.backend, r->step, bd_now_us() + WAIT_US, r->results, &r->error));
 }
 
 static int by_value(const void *a, const void *b) {
@@ -440,9 +457,9 @@ static int by_value(const void *a, const void *b) {
     return x < y ? -1 : x > y;
 }
 
-/* Median microseconds of a step. */
-static double time_us(const bench_case *c) {
-    double us[REPEATS];
+/* Median microseconds of a step, and of launching it on rank 0. */
+static double time_us(const bench_case *c, double *host_us) {
+    double us[REPEATS], host[REPEATS];
     gpu_batch *batches[BD_COMM_RANKS_MAX];
     int repeats = REPEATS;
     for (uint32_t r = 0; r < all.count; r++) {
@@ -453,12 +470,14 @@ static double time_us(const bench_case *c) {
         const uint64_t from = bd_now_us();
         on_all(c->what, run_step);
         const double took = (double)(bd_now_us() - from);
-        if (i >= 0) us[i] = took;
+        if (i >= 0) us[i] = took, host[i] = all.ranks[0].host_us;
         if (i == -1 && took > SHORT_US) repeats = REPEATS_FEW;
     }
     for (uint32_t r = 0; r < all.count; r++)
         gpu_batch_free(batches[r]);
     qsort(us, (size_t)repeats, sizeof *us, by_value);
+    qsort(host, (size_t)repeats, sizeof *host, by_value);
+    *host_us = host[repeats / 2];
     return us[repeats / 2];
 }
 
@@ -474,7 +493,7 @@ static void served_memory(void) {
 static void run_cases(void) {
     for (int i = 0; i < CASES; i++)
         if (fits(&cases[i]) && cases[i].seqs <= CUDA_GRAPH_ROWS_MAX && cases[i].rows_each == 1)
-            cases[i].launched_us = time_us(&cases[i]);
+            cases[i].launched_us = time_us(&cases[i], &cases[i].host_us[0]);
     for (all.sums = AS_SERVED; all.sums < (all.count > 1 ? SUMS : BY_NCCL); all.sums++) {
         const uint64_t from = bd_now_us();
         on_all("sums", set_sums);
@@ -482,7 +501,7 @@ static void run_cases(void) {
         fprintf(stderr, "recorded in %.2f s\n", (double)(bd_now_us() - from) * 1e-6);
         for (int i = 0; i < CASES; i++)
             if (fits(&cases[i]) && (all.sums == AS_SERVED || cases[i].all_sums))
-                cases[i].us[all.sums] = time_us(&cases[i]);
+                cases[i].us[all.sums] = time_us(&cases[i], &cases[i].host_us[all.sums]);
         if (all.sums == AS_SERVED) served_memory();
     }
     all.sums = AS_SERVED;
@@ -496,9 +515,10 @@ static void print_case(const bench_case *c) {
            c->before + c->rows_each, c->variants, us, rows_of(c) * 1e6 / us);
     if (c->launched_us > 0) printf("%.0f", c->launched_us);
     if (c->us[TWICE] > 0)
-        printf(",%.0f,%.0f,%.3f\n", c->us[BY_NCCL], c->us[TWICE], c->us[TWICE] / us - 1);
+        printf(",%.0f,%.0f,%.3f", c->us[BY_NCCL], c->us[TWICE], c->us[TWICE] / us - 1);
     else
-        printf(",,,\n");
+        printf(",,,");
+    printf(",%.0f\n", c->host_us[AS_SERVED]);
 }
 
 static void print_memory(const bd_memory_plan plans[], const size_t before[]) {
@@ -590,7 +610,7 @@ int main(int argc, char **argv) {
     fprintf(stderr, "opened in %.1f s\n", (double)(bd_now_us() - from) * 1e-6);
     run_cases();
     printf("what,model,dtype,ranks,batch,context,variants,us,tokens_per_s,launched_us,nccl_us,"
-           "twice_us,sums_share\n");
+           "twice_us,sums_share,host_us\n");
     for (int i = 0; i < CASES; i++)
         if (fits(&cases[i])) print_case(&cases[i]);
     print_memory(plans, before);

@@ -4,14 +4,16 @@
     bench/gpu_serving.py BITDELTA [BASE DELTAS]      default: the demo's base and its 14 variants, in 8 slots
 
 Prompts are random ids, none twice, of SHORT and LONG tokens; streams are greedy, of 64 tokens. Base and variants take turns: each round
-sends as many streams at once to the base, then to as many variants as there are slots, and the ratio is of variants to base. Cold:
+sends as many streams at once to the base, then to one variant, then to as many variants as there are slots; ratios are to the base. SERVE:
+more options of `serve`, as --max-batch-tokens 2048. Cold:
 variants that are not resident, one after the other, each evicting another; another prompt alone once they are resident stands beside
-it. Medians and 99th percentiles of what arrives at the client, milliseconds. Files of the 8B shape: bench_gpu_split 8b 32 files DIR."""
+it. Between steps: what the clock leaves, the first request's way in and the last one's out included. Medians and 99th percentiles of what arrives at the client, milliseconds. Files of the 8B shape: bench_gpu_split 8b 32 files DIR."""
 import concurrent.futures
 import http.client
 import json
 import os
 import random
+import shlex
 import socket
 import statistics
 import subprocess
@@ -23,13 +25,14 @@ binary = os.path.abspath(sys.argv[1])
 base, deltas = sys.argv[2:4] if len(sys.argv) > 3 else (os.path.join(ROOT, "demo/zen-mini"), os.path.join(ROOT, "demo/deltas"))
 SLOTS, STREAMED, ROUNDS = 8, 64, int(os.environ.get("ROUNDS", "5"))
 SHORT, LONG = (int(n) for n in os.environ.get("PROMPTS", "100,700").split(","))
+AT_ONCE = [int(n) for n in os.environ.get("AT_ONCE", "1,8,32").split(",")]
 backend = os.environ.get("BACKEND", "cuda")
 
 with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))
     port = probe.getsockname()[1]
 server = subprocess.Popen([binary, "serve", "--base", base, "--deltas", deltas, "--slots", str(SLOTS), "--backend", backend,
-                           "--listen", f"127.0.0.1:{port}", "--admin", "none"], stderr=subprocess.PIPE, text=True)
+                           "--listen", f"127.0.0.1:{port}", "--admin", "none", *shlex.split(os.environ.get("SERVE", ""))], stderr=subprocess.PIPE, text=True)
 
 
 def connect():
@@ -82,26 +85,48 @@ def shown(what, seconds):
     print(f"{what}: median {percentiles(seconds)[0]:.2f} ms, 99% {percentiles(seconds)[1]:.2f} ms, {len(seconds)} values", flush=True)
 
 
+def step_counts():
+    """Steps, their rows, seconds to launch them, seconds of waiting for the device."""
+    c = connect()
+    c.request("GET", "/metrics")
+    lines = c.getresponse().read().decode().splitlines()
+    names = ("steps_total", "step_rows_total", 'step_seconds_total{part="launch"}', 'step_seconds_total{part="wait"}')
+    return [float(line.split()[-1]) for name in names for line in lines if line.startswith("bitdelta_" + name + " ")]
+
+
 def round_of(pool, models, at_once, tokens):
-    """Streams at once, over the models in turn: their times, and tokens per second."""
+    """Streams at once, over the models in turn: their times, and seconds and the steps' counts of it all."""
     prompts = [prompt(tokens) for _ in range(at_once)]
-    begin = time.perf_counter()
+    before, begin = step_counts(), time.perf_counter()
     runs = list(pool.map(lambda i: stream(models[i % len(models)], prompts[i], STREAMED), range(at_once)))
-    return runs, at_once * STREAMED / (time.perf_counter() - begin)
+    seconds = time.perf_counter() - begin
+    return runs, [seconds, *(b - a for a, b in zip(before, step_counts()))]
 
 
-def side_by_side(base, variants, at_once, tokens):
-    runs, rates = ([], []), ([], [])
+def side_by_side(sides, at_once, tokens):
+    """sides: (what, models) each, the first the base, which the others' ratios are to."""
+    runs, counts = [[] for _ in sides], [[] for _ in sides]
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
         for _ in range(max(ROUNDS, 24 // at_once)):
-            for side, models in enumerate(([base], variants)):
-                got, rate = round_of(pool, models, at_once, tokens)
+            for side, (_, models) in enumerate(sides):
+                got, count = round_of(pool, models, at_once, tokens)
                 runs[side].extend(got)
-                rates[side].append(rate)
+                counts[side].append(count)
     for what, pick in (("first token", lambda r: r[:1]), ("between tokens", lambda r: [b - a for a, b in zip(r, r[1:])])):
-        (b50, b99), (v50, v99) = (percentiles([t for r in side for t in pick(r)]) for side in runs)
-        print(f"{tokens} tokens, {at_once} at once, {what}: base {b50:.2f} and {b99:.2f} ms (99%), variants {v50:.2f} and {v99:.2f}, {v50 / b50:.3f} and {v99 / b99:.3f}", flush=True)
-    print(f"{tokens} tokens, {at_once} at once: base {statistics.median(rates[0]):.0f}, variants {statistics.median(rates[1]):.0f} tokens/s", flush=True)
+        line = f"{tokens} tokens, {at_once} at once, {what}, ms, median and 99%:"
+        for side, (name, _) in enumerate(sides):
+            p50, p99 = percentiles([t for r in runs[side] for t in pick(r)])
+            if side == 0:
+                b50, b99 = p50, p99
+            line += f"{',' if side else ''} {name} {p50:.2f} {p99:.2f}" + (f" ({p50 / b50:.3f} {p99 / b99:.3f})" if side else "")
+        print(line, flush=True)
+    rate = lambda side: at_once * STREAMED / statistics.median(c[0] for c in counts[side])
+    print(f"{tokens} tokens, {at_once} at once, tokens/s: " + ", ".join(f"{name} {rate(side):.0f}" for side, (name, _) in enumerate(sides)), flush=True)
+    line = f"{tokens} tokens, {at_once} at once, a step's rows and ms, to launch, to wait, between:"
+    for side, (name, _) in enumerate(sides):
+        seconds, steps, rows, launch, wait = (sum(c) for c in zip(*counts[side]))
+        line += f"{',' if side else ''} {name} {rows / steps:.0f} " + " ".join(f"{1e3 * s / steps:.2f}" for s in (launch, wait, seconds - launch - wait))
+    print(line, flush=True)
 
 
 try:
@@ -109,13 +134,14 @@ try:
     c = connect()
     c.request("GET", "/v1/models")
     names = [m["id"] for m in json.load(c.getresponse())["data"]]
-    print(f"base and {len(names) - 1} variants, {SLOTS} slots, backend {backend}")
+    print(f"base and {len(names) - 1} variants, {SLOTS} slots, backend {backend} {os.environ.get('SERVE', '')}".rstrip())
     served = names[1:1 + SLOTS]
     for name in [names[0], *served]:
         stream(name, prompt(SHORT), 4)
+    sides = [("base", names[:1]), ("one variant", served[:1]), (f"{len(served)} variants", served)]
     for tokens in (SHORT, LONG):
-        for at_once in (1, 8, 32):
-            side_by_side(names[0], served, at_once, tokens)
+        for at_once in AT_ONCE:
+            side_by_side(sides, at_once, tokens)
     others = names[1 + SLOTS:] or served
     cold, warm = [], []
     for _ in range(3):

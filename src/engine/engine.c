@@ -83,6 +83,17 @@ static void register_metrics(bd_engine *engine) {
     engine->metrics.voided = bd_metrics_counter(
         metrics, "bitdelta_streamed_voids_total",
         "Variants of such steps whose layers came too late or not at all.", NULL, 0);
+    engine->metrics.steps =
+        bd_metrics_counter(metrics, "bitdelta_steps_total", "Steps of the device.", NULL, 0);
+    engine->metrics.step_rows = bd_metrics_counter(metrics, "bitdelta_step_rows_total",
+                                                   "Tokens computed in them.", NULL, 0);
+    const bd_label parts[] = {{"part", "launch"}, {"part", "wait"}};
+    const char *help = "Time of steps: to launch them (on a CPU to compute them), and then to wait "
+                       "for the device. What is left of the clock under load is between steps.";
+    engine->metrics.launch_seconds =
+        bd_metrics_counter(metrics, "bitdelta_step_seconds_total", help, &parts[0], 1);
+    engine->metrics.wait_seconds =
+        bd_metrics_counter(metrics, "bitdelta_step_seconds_total", help, &parts[1], 1);
     if (!engine->options.prefix_cache) return;
     engine->metrics.prefix_queries =
         bd_metrics_counter(metrics, "vllm:prefix_cache_queries_total",
@@ -215,6 +226,16 @@ static void check_hang(bd_engine *engine, uint64_t now_us) {
     lose_device(engine, &err);
 }
 
+static void count_step(const bd_engine *engine, const bd_step *step) {
+    const bd_engine_metrics *metrics = &engine->metrics;
+    if (!metrics->steps) return;
+    const bd_executor_times times = bd_executor_last_times(engine->executor);
+    bd_metric_add(metrics->steps, 1);
+    bd_metric_add(metrics->step_rows, step->row_count);
+    bd_metric_add(metrics->launch_seconds, (double)times.launch_us * 1e-6);
+    bd_metric_add(metrics->wait_seconds, (double)times.wait_us * 1e-6);
+}
+
 /* true: a step was collected, its tokens wait in *buffer. */
 static bool collect_finished(bd_engine *engine, bd_step_buffer **buffer) {
     bd_status status;
@@ -222,6 +243,7 @@ static bool collect_finished(bd_engine *engine, bd_step_buffer **buffer) {
     if (!engine->in_flight || !bd_executor_take(engine->executor, &status, &err)) return false;
     *buffer = engine->in_flight;
     engine->in_flight = NULL;
+    count_step(engine, &(*buffer)->step);
     bd_engine_collect(engine, *buffer, status, &err);
     if (status != BD_E_DEVICE) return true;
     bd_error loss = (*buffer)->fault;

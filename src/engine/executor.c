@@ -28,6 +28,7 @@ struct bd_executor {
     bd_stream_gate *gate;
     bd_token_result *results;
     uint64_t deadline_us, span_us; /* span: to the deadline, as the step came */
+    bd_executor_times times;
     bd_status status;
     bd_error error;
 };
@@ -46,11 +47,14 @@ static uint64_t deadline_of(const bd_executor *executor) {
 
 static void run_step(bd_executor *executor) {
     bd_error_clear(&executor->error);
+    const uint64_t begin_us = bd_now_us();
     bd_status status =
         executor->ops.forward(executor->ctx, executor->step, executor->gate, &executor->error);
+    const uint64_t launched_us = bd_now_us();
     if (status == BD_OK)
         status = executor->ops.wait(executor->ctx, executor->step, deadline_of(executor),
                                     executor->results, &executor->error);
+    executor->times = (bd_executor_times){launched_us - begin_us, bd_now_us() - launched_us};
     executor->status = status;
     atomic_store_explicit(&executor->state, EXECUTOR_OVER, memory_order_release);
     executor->notify(executor->notify_ctx);
@@ -148,4 +152,8 @@ bool bd_executor_take(bd_executor *executor, bd_status *status, bd_error *err) {
     *err = executor->error;
     atomic_store_explicit(&executor->state, EXECUTOR_IDLE, memory_order_relaxed);
     return true;
+}
+
+bd_executor_times bd_executor_last_times(const bd_executor *executor) {
+    return executor->times;
 }

@@ -35,5 +35,9 @@ void bd_executor_submit(bd_executor *executor, const bd_step *step, bd_stream_ga
                         bd_token_result *results, uint64_t deadline_us);
 /* true once per step: it is over with *status (and *err). */
 BD_MUST_CHECK bool bd_executor_take(bd_executor *executor, bd_status *status, bd_error *err);
+typedef struct bd_executor_times { /* of the step taken last */
+    uint64_t launch_us, wait_us;   /* until it was launched, and then until it was over */
+} bd_executor_times;
+bd_executor_times bd_executor_last_times(const bd_executor *executor);
 
 #endif

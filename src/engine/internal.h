@@ -117,7 +117,7 @@ typedef struct bd_step_buffer {
 
 typedef struct bd_engine_metrics {
     bd_metric *running, *kv_usage, *preemptions, *prefix_queries, *prefix_hits;
-    bd_metric *streamed, *voided;
+    bd_metric *streamed, *voided, *steps, *step_rows, *launch_seconds, *wait_seconds;
 } bd_engine_metrics;
 
 struct bd_engine {

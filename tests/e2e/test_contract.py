@@ -398,6 +398,11 @@ def test_metric_samples(server):
     for name in ("vllm:kv_cache_usage_perc", "vllm:num_preemptions_total", "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"):
         assert server.metric(name) >= 0
     assert server.metric("vllm:request_success_total", finished_reason="length") > 0
+    steps, rows = server.metric("bitdelta_steps_total"), server.metric("bitdelta_step_rows_total")
+    server.complete("x y z", max_tokens=7, ignore_eos=True)
+    assert server.metric("bitdelta_steps_total") == steps + 7
+    assert server.metric("bitdelta_step_rows_total") >= rows + 7
+    assert server.metric("bitdelta_step_seconds_total", part="launch") > 0 and server.metric("bitdelta_step_seconds_total", part="wait") >= 0
     assert server.metric("vllm:prompt_tokens_total", model_name=BASE) > 0
 
 
