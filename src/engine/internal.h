@@ -60,6 +60,7 @@ struct bd_sequence {
 
     uint32_t computed;  /* tokens whose KV is in its blocks */
     uint32_t scheduled; /* rows in the step that runs now */
+    uint32_t passed;    /* steps without its prompt that had room for it, or one behind it */
     uint32_t *blocks;
     uint32_t block_count;
     bool publishes; /* its full blocks go to the prefix cache */

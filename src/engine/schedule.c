@@ -152,8 +152,9 @@ static uint32_t chunk_rows(const bd_engine *engine, const bd_sequence *sequence,
         sequence->computed < sequence->prompt_count &&
         n > sequence->prompt_count - sequence->computed)
         n = sequence->prompt_count - sequence->computed;
-    while (n > 0 && logits_needed(sequence, n) > left->logits)
-        n--;
+    /* A row needs one at most. */
+    for (uint32_t needed; (needed = logits_needed(sequence, n)) > left->logits;)
+        n -= needed - left->logits;
     return n;
 }
 
@@ -171,22 +172,54 @@ static bool prefills(const bd_engine *engine, const bd_sequence *sequence) {
            sequence->scheduled == 0;
 }
 
-/* Prompts' rows, that of best claim first and with it those of its variant: rows of one variant
- * cost as much as the base's, those of each further variant more. What is left for a further one is
- * left alone where it is a splinter of what is due: less than an eighth of a step. */
-static void choose_prompts(bd_engine *engine, budget *left) {
-    bool some = false;
-    for (bd_sequence *best = engine->running.first; best && left->rows > 0; best = best->next) {
-        if (!prefills(engine, best)) continue;
-        const uint32_t group = group_now(engine, best), fits = chunk_rows(engine, best, left);
-        const uint32_t due = smaller(rows_wanted(best), engine->options.prefill_chunk_tokens);
-        if (some && fits < due && fits < engine->options.rows_max / 8) continue;
-        for (bd_sequence *s = best; s && left->rows > 0; s = s->next) {
-            if (!prefills(engine, s) || group_now(engine, s) != group) continue;
+/* So often a prompt is passed by others behind it or left out as a splinter, in all, whoever they
+ * are; then claims alone count. */
+#define PASSED_MAX 8u
+
+/* What is left of the step is less than the sequence would have of an empty one, and than an eighth
+ * of a step. */
+static bool splinter(const bd_engine *engine, const bd_sequence *sequence, uint32_t fits) {
+    const budget all = {engine->options.rows_max, engine->options.logits_rows_max, 0};
+    return fits < engine->options.rows_max / 8 && fits < chunk_rows(engine, sequence, &all);
+}
+
+/* The prompts of `best` and of its variant's others, none beyond one that was passed enough. */
+static void pick_company(bd_engine *engine, bd_sequence *best, budget *left) {
+    const uint32_t group = group_now(engine, best);
+    for (bd_sequence *s = best; s && left->rows > 0; s = s->next) {
+        if (!prefills(engine, s)) continue;
+        if (group_now(engine, s) == group) {
             const uint32_t rows = chunk_rows(engine, s, left);
-            if (rows > 0) pick(engine, s, rows, left), some = true;
+            if (rows > 0) pick(engine, s, rows, left);
+        } else if (s->passed >= PASSED_MAX) {
+            return;
         }
     }
+}
+
+static void count_passed(bd_engine *engine, const budget *left) {
+    bool behind = left->rows > 0;
+    for (bd_sequence *s = engine->running.last; s; s = s->prev) {
+        if (s->scheduled > 0)
+            behind = behind || !decodes(s);
+        else if (behind && prefills(engine, s))
+            s->passed++;
+    }
+}
+
+/* Prompts' rows, that of best claim first and with it those of its variant: rows of one variant
+ * cost as much as the base's, those of each further variant more. What is left for a further one is
+ * left alone where it is a splinter. */
+static void choose_prompts(bd_engine *engine, budget *left) {
+    const uint32_t decoding = left->picks;
+    for (bd_sequence *best = engine->running.first; best && left->rows > 0; best = best->next) {
+        if (!prefills(engine, best)) continue;
+        const uint32_t fits = chunk_rows(engine, best, left);
+        const bool further = left->picks > decoding && best->passed < PASSED_MAX;
+        if (fits > 0 && !(further && splinter(engine, best, fits)))
+            pick_company(engine, best, left);
+    }
+    if (left->picks > decoding) count_passed(engine, left);
 }
 
 static uint32_t choose_rows(bd_engine *engine) {

@@ -286,6 +286,52 @@ static void test_company(void **state) {
     assert_int_equal(stats.steps, 2);
 }
 
+/* A prompt is passed eight times, whoever has the prompts behind it, and then waits for none of
+ * them, however long it is. */
+static void test_passed_enough(void **state) {
+    (void)state;
+    for (uint32_t i = 0; i < 4; i++) {
+        script s;
+        bd_engine_stats stats;
+        set_up(&s, 400);
+        s.options.rows_max = s.options.seqs_max = 16;
+        s.payers[1].counter = 5.0;
+        s.payers[2].counter = 10.0;
+        add(&s, 0, 1, 200, 1); /* half of 25 steps */
+        client *passed = add(&s, i % 2, 2, i < 2 ? 8 : 24, 1);
+        while (s.count < CLIENTS_MAX)
+            add(&s, i % 2 * 2, 1, 8, 1);
+        run(&s, &stats);
+        assert_int_equal(passed->began_at, 9);
+        assert_int_equal(stats.steps, 25);
+    }
+
+    /* A row a step is what is left: not worth it at first. */
+    script s;
+    bd_engine_stats stats;
+    set_up(&s, 400);
+    s.options.rows_max = 16;
+    s.options.prefill_chunk_tokens = 15;
+    add(&s, 0, 1, 195, 1);
+    add(&s, 0, 2, 5, 1);
+    run(&s, &stats);
+    assert_int_equal(stats.steps, 13);
+}
+
+/* What an empty step would not have more of is no splinter: here logits rows are the limit. */
+static void test_no_splinter(void **state) {
+    (void)state;
+    script s;
+    bd_engine_stats stats;
+    set_up(&s, 400);
+    s.options.logits_rows_max = 4;
+    s.options.prefill_chunk_tokens = 56;
+    add(&s, 0, 1, 168, 1);
+    add(&s, 0, 2, 13, 1)->options.prompt_logprobs = 0;
+    run(&s, &stats);
+    assert_int_equal(stats.steps, 5); /* 4, 4, none beside the first's token, 4, 1 */
+}
+
 /* A further variant's prompt is not begun with less than an eighth of a step, unless that is all.
  */
 static void test_splinters(void **state) {
@@ -363,11 +409,12 @@ static void test_cached(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_gives_way), cmocka_unit_test(test_rows),
-        cmocka_unit_test(test_equal),     cmocka_unit_test(test_crossing),
-        cmocka_unit_test(test_variants),  cmocka_unit_test(test_passes),
-        cmocka_unit_test(test_cached),    cmocka_unit_test(test_company),
-        cmocka_unit_test(test_splinters),
+        cmocka_unit_test(test_gives_way),   cmocka_unit_test(test_rows),
+        cmocka_unit_test(test_equal),       cmocka_unit_test(test_crossing),
+        cmocka_unit_test(test_variants),    cmocka_unit_test(test_passes),
+        cmocka_unit_test(test_cached),      cmocka_unit_test(test_company),
+        cmocka_unit_test(test_splinters),   cmocka_unit_test(test_passed_enough),
+        cmocka_unit_test(test_no_splinter),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
