@@ -318,6 +318,37 @@ static void test_passed_enough(void **state) {
     assert_int_equal(stats.steps, 13);
 }
 
+/* Waiting for those before it, nobody is passed: the others of its variant still come along. */
+static void test_waits_unpassed(void **state) {
+    (void)state;
+    script s;
+    bd_engine_stats stats;
+    set_up(&s, 400);
+    s.options.rows_max = s.options.prefill_chunk_tokens = 16;
+    add(&s, 0, 1, 144, 1); /* nine steps */
+    static const uint32_t variants[] = {2, 3, 2, 3}, order[] = {2, 4, 3, 5};
+    for (uint32_t i = 0; i < 4; i++)
+        add(&s, 0, variants[i], 8, 1);
+    run(&s, &stats);
+    for (uint32_t i = 0; i < 4; i++)
+        assert_int_equal(s.clients[1 + i].began_at, order[i]);
+}
+
+/* What decoding leaves is the first prompt's, little as it is. */
+static void test_beside_decoding(void **state) {
+    (void)state;
+    script s;
+    bd_engine_stats stats;
+    set_up(&s, 400);
+    s.options.rows_max = s.options.seqs_max = 16;
+    for (uint32_t i = 0; i < 15; i++)
+        add(&s, 0, 1, 1, 30);
+    s.payers[1].counter = 5.0;
+    client *single = add(&s, 1, 2, 5, 1);
+    run(&s, &stats);
+    assert_int_equal(single->others_at_end, 15 * 6); /* not in the first step, among prompts */
+}
+
 /* What an empty step would not have more of is no splinter: here logits rows are the limit. */
 static void test_no_splinter(void **state) {
     (void)state;
@@ -409,12 +440,13 @@ static void test_cached(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_gives_way),   cmocka_unit_test(test_rows),
-        cmocka_unit_test(test_equal),       cmocka_unit_test(test_crossing),
-        cmocka_unit_test(test_variants),    cmocka_unit_test(test_passes),
-        cmocka_unit_test(test_cached),      cmocka_unit_test(test_company),
-        cmocka_unit_test(test_splinters),   cmocka_unit_test(test_passed_enough),
-        cmocka_unit_test(test_no_splinter),
+        cmocka_unit_test(test_gives_way),       cmocka_unit_test(test_rows),
+        cmocka_unit_test(test_equal),           cmocka_unit_test(test_crossing),
+        cmocka_unit_test(test_variants),        cmocka_unit_test(test_passes),
+        cmocka_unit_test(test_cached),          cmocka_unit_test(test_company),
+        cmocka_unit_test(test_splinters),       cmocka_unit_test(test_passed_enough),
+        cmocka_unit_test(test_no_splinter),     cmocka_unit_test(test_waits_unpassed),
+        cmocka_unit_test(test_beside_decoding),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
