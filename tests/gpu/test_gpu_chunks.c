@@ -1,4 +1,6 @@
 /* test_gpu_chunks.c - how rows of a step are cut into launches and groups for the kernels of few rows, which needs no device: counted row by row on random steps. */
+#include <math.h>
+
 #include "gpu_test.h"
 
 #include "../../src/backend/cuda/cuda_internal.h"
@@ -106,6 +108,75 @@ static void check_tiles(const made_step *m, const cuda_fast_step *d) {
         }
 }
 
+/* ---- What is estimated to take least, counted anew ---- */
+
+/* Rows of segments [0, end) as tiles of the best size. */
+static double tiles_cost(const made_step *m, const cuda_group *g, uint32_t end) {
+    double least = end ? 1e300 : 0;
+    for (uint32_t t = 0; t < CUDA_TILES && end; t++)
+        for (int split = 1; split <= (t == 0 ? 4 : 2); split *= 2) {
+            uint32_t count = 0;
+            for (uint32_t s = 0; s < end; s++) count += (m->segments[s].row_count - 1) / cuda_tile_tokens[t] + 1;
+            least = fmin(least, k_gemm_cost((int)g->n, (int)g->k, (int)cuda_tile_tokens[t], split, (int)count, m->cuda->fast.sm_count));
+        }
+    return least;
+}
+
+/* The most rows from `row` on that one launch may have. */
+static cuda_chunk longest_chunk(const made_step *m, uint32_t row) {
+    cuda_chunk chunk = {.first_row = row};
+    for (cuda_chunk longer = chunk; row + chunk.rows < m->step.row_count; chunk = longer) {
+        uint32_t groups[2];
+        const uint32_t last = row + longer.rows++;
+        if (m->overlay[last] >= 0 && (last == row || m->overlay[last] != m->overlay[last - 1])) longer.slots++;
+        count_groups(m, &longer, groups);
+        if (longer.rows > K_DECODE_ROWS || longer.slots > 16 || groups[0] > K_ROWS_GROUPS) break;
+        const bool large = groups[1] < groups[0] && k_rows_takes((int)longer.rows, (int)groups[1], K_ROWS_LARGE);
+        longer.groups = longer.slots && m->step.row_count > CUDA_DECODE_ONLY_ROWS ? groups[large] : 0;
+        longer.group_rows = large ? K_ROWS_LARGE : K_ROWS_SMALL;
+    }
+    return chunk;
+}
+
+/* All rows from `row` on by decode's and the rows kernel. */
+static double chunks_cost(const made_step *m, const cuda_group *g, uint32_t row) {
+    const int sms = m->cuda->fast.sm_count;
+    double cost = 0;
+    for (cuda_chunk c; row < m->step.row_count; row += c.rows) {
+        c = longest_chunk(m, row);
+        const double decode = k_decode_cost((int)g->n, (int)g->k, (int)c.rows, (int)c.slots, sms);
+        const double rows = c.groups ? k_rows_cost((int)g->n, (int)g->k, (int)c.rows, (int)c.groups, (int)c.group_rows, (int)c.slots, sms) : decode;
+        cost += fmin(decode, rows);
+    }
+    return cost;
+}
+
+/* The step's linears if decode's kernels may take the segments from `from` on. */
+static double step_cost(const made_step *m, uint32_t from) {
+    const uint32_t count = m->step.segment_count;
+    double sum = 0;
+    for (uint32_t g = 0; g < CUDA_GROUPS; g++) {
+        const cuda_group *group = &m->cuda->fast.groups[g];
+        const double parts = from < count ? tiles_cost(m, group, from) + chunks_cost(m, group, m->segments[from].first_row) : 1e300;
+        sum += fmin(tiles_cost(m, group, count), parts);
+    }
+    return sum;
+}
+
+/* No place where lengths fall among the short segments at the end is better, nor all rows as tiles, nor none of a small step's; but that a tenth of a percent
+   changes no tile. */
+static void check_least(const made_step *m, const cuda_fast_step *d) {
+    double cost = 0;
+    for (uint32_t g = 0; g < CUDA_GROUPS; g++) cost += (double)d->ways[g].cost_us;
+    const uint32_t rows = m->step.row_count, count = m->step.segment_count, from = d->chunk_count ? d->chunks[0].first_row : rows;
+    uint32_t at = 0;
+    while (at < count && m->segments[at].first_row < from) at++;
+    assert_true(fabs(cost - step_cost(m, at)) <= 2e-3 * cost);
+    if (rows <= CUDA_DECODE_ROWS_MAX) assert_true(cost <= step_cost(m, 0) * 1.002);
+    for (uint32_t s = count; s > 0 && m->segments[s - 1].row_count <= K_DECODE_ROWS && rows - m->segments[s - 1].first_row <= CUDA_DECODE_ROWS_MAX; s--)
+        if (s == count || m->segments[s - 1].row_count > m->segments[s].row_count) assert_true(cost <= step_cost(m, s) * 1.002);
+}
+
 /* Every group's rows are taken once: by as many tiles as reach to where the chunks begin, or to the end. */
 static void check_ways(const made_step *m, const cuda_fast_step *d) {
     const uint32_t rows = m->step.row_count, chunked_from = d->chunk_count ? d->chunks[0].first_row : rows;
@@ -122,14 +193,35 @@ static void check_ways(const made_step *m, const cuda_fast_step *d) {
     /* Decode's are all rows of a small step, or segments at the end, each short. */
     assert_true(rows - chunked_from <= CUDA_DECODE_ROWS_MAX);
     for (uint32_t s = 0; s < m->step.segment_count && chunked_from; s++)
-        if (m->segments[s].first_row >= chunked_from) assert_true(m->segments[s].row_count <= CUDA_SHORT_ROWS);
+        if (m->segments[s].first_row >= chunked_from) assert_true(m->segments[s].row_count <= K_DECODE_ROWS);
     assert_true(chunked_from == rows || begins(m, chunked_from));
+}
+
+static __attribute__((noinline)) void leave_on_the_stack(int byte) {
+    char bytes[16384];
+    memset(bytes, byte, sizeof bytes);
+    __asm__ volatile("" : : "r"(bytes) : "memory");
+}
+
+/* The same bytes whatever was there before: recorded steps are found by them. And no more of the upload than is counted on. */
+static void fill(made_step *m) {
+    cuda_fast_step first;
+    for (int i = 0; i < 2; i++) {
+        m->cuda->upload.used_bytes = 0;
+        memset(&m->cuda->fast_step, i ? 0xff : 0x5a, sizeof m->cuda->fast_step);
+        leave_on_the_stack(i ? 0xff : 0x5a);
+        assert_true(cuda_fast_step_fill(m->cuda, &m->step));
+        if (i == 0) memcpy(&first, &m->cuda->fast_step, sizeof first);
+    }
+    assert_memory_equal(&first, &m->cuda->fast_step, sizeof first);
+    const size_t lists = CUDA_TILES + 3, tiles = m->step.row_count * CUDA_TILES * sizeof(k_gemm_tile);
+    assert_true(m->cuda->upload.used_bytes <= tiles + CUDA_DECODE_ROWS_MAX * (2 * 4 + sizeof(k_gemm_tile)) + lists * 256);
 }
 
 static void check_step(uint32_t rows, uint32_t runs) {
     made_step m = make_step(rows, runs);
     m.step.segments = m.segments;
-    assert_true(cuda_fast_step_fill(m.cuda, &m.step));
+    fill(&m);
     const cuda_fast_step *d = &m.cuda->fast_step;
     const uint32_t first_row = d->chunk_count ? d->chunks[0].first_row : rows;
     uint32_t row = first_row;
@@ -156,7 +248,7 @@ static void check_step(uint32_t rows, uint32_t runs) {
     assert_int_equal(row, rows);
     assert_true(digits <= CUDA_DIGIT_ROWS / 32 * k_digits_bytes(32, 256)); /* what memory.c reserves */
     check_ways(&m, d);
-    if (rows > CUDA_DECODE_ONLY_ROWS) check_tiles(&m, d);
+    if (rows > CUDA_DECODE_ONLY_ROWS) check_tiles(&m, d), check_least(&m, d);
     else assert_true(d->chunk_count > 0 && first_row == 0);
     free_step(&m);
 }

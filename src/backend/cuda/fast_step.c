@@ -282,6 +282,8 @@ static void choose(const cuda_fast *fast, const bd_step *step, const chunk_lists
     (void)ways_fill(fast, step, best, d, d->ways);
 }
 
+_Static_assert(sizeof(cuda_way) == 5 * sizeof(uint32_t) + sizeof(float), "no padding");
+
 bool cuda_fast_step_fill(bd_cuda *cuda, const bd_step *step) {
     cuda_fast_step *d = &cuda->fast_step;
     memset(d, 0, sizeof *d); /* with its padding: recorded steps are found by its bytes */
