@@ -26,7 +26,6 @@
 #include "bitdelta/tokenizer/chat_template.h"
 
 #define METRIC_SERIES_MAX     20000u
-#define ROPE_TABLES_MAX       33u /* the base's and those of variants with their own rope */
 #define CUDA_STEP_DEADLINE_US 30000000u
 #define VARIANTS_PER_STEP_MAX 16u
 #define SAME_SIGNAL_US        100000u
@@ -141,27 +140,29 @@ static bd_status model_options(server *s, const bd_backend_ops *ops, bd_model_op
     bd_status status = count_deltas(o->deltas_dir, &variants, err);
     if (status != BD_OK) return status;
     variants += o->variants.count;
-    if (variants == 0) bd_log(BD_LOG_WARN, "serve", "no variants: the base is served alone");
-    *out = (bd_model_options){
-        .dir = o->base_path,
-        .ops = ops,
-        .rank_count = o->tensor_parallel,
-        .thread_count = o->threads,
-        .kernels = (bd_kernels)o->kernels,
-        .dtype = o->dtype == BD_OPTION_DTYPE_FP16 ? BD_DTYPE_F16 : BD_DTYPE_OTHER,
-        .cpu_kernels = o->cpu_kernels,
-        .max_model_len = o->max_model_len,
-        .rows_max = o->max_batch_tokens,
-        .seqs_max = o->max_seqs,
-        .logits_rows_max = o->logits_rows_max,
-        .kv_block_tokens = 16,
-        .kv_tokens = o->kv_tokens,
-        .rope_tables_max = variants + 1 < ROPE_TABLES_MAX ? variants + 1 : ROPE_TABLES_MAX,
-        .delta_slots = o->slots   ? o->slots
-                       : variants ? variants
-                                  : 1,
-        .progress = load_progress,
-        .progress_ctx = s};
+    if (variants == 0)
+        bd_log(BD_LOG_WARN, "serve", "no variants: the base is served alone%s",
+               o->slots ? "" : "; any that come later share one slot (--slots)");
+    *out = (bd_model_options){.dir = o->base_path,
+                              .ops = ops,
+                              .rank_count = o->tensor_parallel,
+                              .thread_count = o->threads,
+                              .kernels = (bd_kernels)o->kernels,
+                              .dtype =
+                                  o->dtype == BD_OPTION_DTYPE_FP16 ? BD_DTYPE_F16 : BD_DTYPE_OTHER,
+                              .cpu_kernels = o->cpu_kernels,
+                              .max_model_len = o->max_model_len,
+                              .rows_max = o->max_batch_tokens,
+                              .seqs_max = o->max_seqs,
+                              .logits_rows_max = o->logits_rows_max,
+                              .kv_block_tokens = 16,
+                              .kv_tokens = o->kv_tokens,
+                              .rope_tables_max = bd_model_rope_tables(variants, o->slots),
+                              .delta_slots = o->slots   ? o->slots
+                                             : variants ? variants
+                                                        : 1,
+                              .progress = load_progress,
+                              .progress_ctx = s};
     bd_model_config config;
     bd_memory_plan plan;
     if ((status = bd_model_config_read(o->base_path, &config, err)) != BD_OK) return status;

@@ -10,6 +10,7 @@
 #include "ranks.h"
 
 enum { KV_BLOCK_TOKENS_DEFAULT = 16, KV_CPU_TOKENS_MIN = 16384, KV_CPU_SEQS = 4 };
+enum { ROPE_TABLES_OWN_MAX = 32 };
 
 static double mib(uint64_t bytes) {
     return (double)bytes / (1024.0 * 1024.0);
@@ -82,6 +83,11 @@ static void fill(const bd_sizing *sizing, bd_backend_options *out) {
     bd_layout layout;
     bd_layout_init(&layout, sizing->local, options->ops);
     out->vocab_block_rows = layout.block_rows;
+}
+
+uint32_t bd_model_rope_tables(uint32_t variants, uint32_t slots) {
+    const uint32_t own = variants > slots ? variants : slots;
+    return 1 + (own == 0 ? 1 : own > ROPE_TABLES_OWN_MAX ? ROPE_TABLES_OWN_MAX : own);
 }
 
 static bd_status check_options(const bd_model_options *options, const bd_model_config *config,

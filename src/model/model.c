@@ -255,7 +255,11 @@ bd_status bd_model_rope_acquire(bd_model *model, const bd_rope_config *rope, uin
     pthread_mutex_lock(&model->rope_lock);
     const uint32_t index = find_slot(model, inv_freq, bytes, scale);
     if (index == model->backend_options.rope_tables_max) {
-        s = bd_fail(err, BD_E_LIMIT, "rope_scaling", "all %u rope tables are in use", index);
+        s = bd_fail(
+            err, BD_E_LIMIT, "rope_scaling",
+            "all %u rope tables are in use; they follow from the variants there at start and "
+            "--slots",
+            index);
     } else if (model->rope_slots[index].references == 0) {
         s = model->ops->rope_table_put(model->backend, index, inv_freq, scale, err);
     }

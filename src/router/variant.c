@@ -137,8 +137,11 @@ static bd_status read_side_files(bd_router *router, bd_router_queue *queue, bd_e
     if (status != BD_OK) return status;
     uint32_t most = bd_model_logits_width(router->options.model);
     if (config.vocab > most)
-        return bd_fail(err, BD_E_UNSUPPORTED, "vocab_size",
-                       "%s: vocab_size %u, there is room for %u", queue->dir, config.vocab, most);
+        return bd_fail(
+            err, BD_E_UNSUPPORTED, "vocab_size",
+            "%s: vocab_size %u, there is room for %u; a server that starts with the variant "
+            "there makes room for it",
+            queue->dir, config.vocab, most);
     bd_queue_take_config(queue, &config);
     status = bd_queue_digest_files(queue, err);
     return status == BD_OK ? load_tokenizer(router, queue, err) : status;

@@ -11,7 +11,7 @@
 #include "bitdelta/model/model.h"
 #include "bitdelta/model/overlay.h"
 
-enum { KV_BLOCK_TOKENS = 16, ROPE_TABLES_MAX = 33 };
+enum { KV_BLOCK_TOKENS = 16 };
 
 typedef struct deltas { /* what the manifests of a directory add up to */
     uint32_t count, unreadable, extra_rows;
@@ -172,25 +172,24 @@ static bd_status make_plan(const bd_plan_request *r, const bd_backend_ops *ops, 
     if (s == BD_OK) s = bd_model_rank_config(&p->config, 0, r->rank_count, &p->rank, err);
     if (s == BD_OK) s = read_deltas(p, r->deltas_dir, err);
     if (s != BD_OK) return s;
-    p->options = (bd_model_options){.dir = r->base_dir,
-                                    .ops = p->ops,
-                                    .rank_count = r->rank_count,
-                                    .kernels = r->kernels,
-                                    .dtype = r->dtype,
-                                    .device_bytes = r->device_bytes,
-                                    .max_model_len = r->max_model_len,
-                                    .rows_max = r->rows_max,
-                                    .seqs_max = r->seqs_max,
-                                    .logits_rows_max = r->logits_rows_max,
-                                    .kv_block_tokens = KV_BLOCK_TOKENS,
-                                    .kv_tokens = r->kv_tokens,
-                                    .rope_tables_max = p->found.count + 1 < ROPE_TABLES_MAX
-                                                           ? p->found.count + 1
-                                                           : ROPE_TABLES_MAX,
-                                    .delta_slots = r->slots         ? r->slots
-                                                   : p->found.count ? p->found.count
-                                                                    : 1,
-                                    .extra_vocab_max = p->found.extra_rows};
+    p->options =
+        (bd_model_options){.dir = r->base_dir,
+                           .ops = p->ops,
+                           .rank_count = r->rank_count,
+                           .kernels = r->kernels,
+                           .dtype = r->dtype,
+                           .device_bytes = r->device_bytes,
+                           .max_model_len = r->max_model_len,
+                           .rows_max = r->rows_max,
+                           .seqs_max = r->seqs_max,
+                           .logits_rows_max = r->logits_rows_max,
+                           .kv_block_tokens = KV_BLOCK_TOKENS,
+                           .kv_tokens = r->kv_tokens,
+                           .rope_tables_max = bd_model_rope_tables(p->found.count, r->slots),
+                           .delta_slots = r->slots         ? r->slots
+                                          : p->found.count ? p->found.count
+                                                           : 1,
+                           .extra_vocab_max = p->found.extra_rows};
     p->page_bytes = bd_overlay_page_bytes(&p->rank, p->ops);
     p->slot_pages = bd_overlay_pages_per_variant(&p->rank, p->ops, 1, true);
     do {

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import requests
 from conftest import BASE, BINARY, ROOT, VOCAB, error_of
 
 np = pytest.importorskip("numpy")
@@ -61,6 +62,18 @@ def test_added_tokens_are_served(launch, deltas, ranks):
         twin = server.complete(prompt, name, max_tokens=1, logit_bias={str(42): 100}, logprobs=0)["choices"][0]["logprobs"]
         assert abs(forced["logprobs"]["token_logprobs"][0] - twin["token_logprobs"][0]) < 1e-6
     assert str(VOCAB + ADDED) in error_of(server.post("/v1/completions", {"model": "grown", "prompt": [VOCAB + ADDED]}), 400, "invalid_value", "prompt")
+
+
+def test_room_is_made_at_start(launch, deltas, tmp_path):
+    """A server that started without added vocabulary says what would take one that has some; a start with it does."""
+    later = tmp_path / "later"
+    later.mkdir()
+    shutil.copytree(deltas / PLAIN, later / PLAIN)
+    server = launch("--slots", "3", deltas=str(later))
+    shutil.copytree(deltas / "grown", later / "grown")
+    refused, = requests.post(server.admin_url + "/admin/rescan", timeout=60).json()["refused"]
+    assert refused["path"].endswith("/grown") and f"room for {VOCAB}; a server that starts with the variant" in refused["failure"]
+    assert launch("--slots", "3", deltas=str(later)).complete([VOCAB], "grown", max_tokens=1)["choices"]
 
 
 @pytest.mark.parametrize("model", [BASE, PLAIN])

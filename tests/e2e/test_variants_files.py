@@ -222,6 +222,32 @@ def test_what_needs_more_slots_says_so(launch, tmp_path):
     assert variants(launch("--slots", "4", deltas=str(tmp_path / "deltas"))).keys() == {"fine"}
 
 
+@pytest.mark.parametrize("slots", [0, 3])
+def test_ropes_of_their_own_come_later(launch, tmp_path, slots):
+    """Into a server that started with no variant at all: its slots have rope tables too."""
+    deltas = tmp_path / "deltas"
+    deltas.mkdir()
+    flags = ["--slots", str(slots)] if slots else []
+    server = launch(*flags, deltas=str(deltas))
+    ids, _ = goldens(C)[4]
+    thetas = {f"own-{i}": 3_000.0 * (i + 2) for i in range(slots or 1)}
+    for name, theta in thetas.items():
+        copy_variant(C, deltas / name, name)
+        (deltas / name / "config.json").write_text(base_json("config.json", rope_theta=theta))
+    assert sorted(rescan(server)["added"]) == sorted(thetas)
+
+    def answers(one):
+        texts = {}
+        for name in thetas:
+            reply = one.post("/v1/completions", golden_body(name, ids, 16))
+            assert reply.status_code == 200, reply.text
+            texts[name] = reply.json()["choices"][0]["token_ids"]
+        return texts
+
+    assert answers(server) == answers(launch(*flags, deltas=str(deltas)))
+    assert all(one["state"] == "ready" for one in variants(server).values())
+
+
 @pytest.mark.parametrize("how", ["rescan", "order"])
 def test_no_kv_of_other_frequencies(launch, folder, how):
     """The same weights under another rope_theta: what the prefix cache holds of the same prompt is of no use."""

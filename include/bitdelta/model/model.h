@@ -63,6 +63,10 @@ uint32_t bd_model_logits_width(const bd_model *model);
 uint32_t bd_model_page_count(const bd_model *model);
 uint64_t bd_model_page_bytes(const bd_model *model);
 
+/* Tables for a server that starts with so many variants and has so many slots for those that come:
+ * the base's, and one for each that may have a rope of its own, up to 32. */
+uint32_t bd_model_rope_tables(uint32_t variants, uint32_t slots);
+
 /* What one rank has of a config: its heads, its part of ffn, its rows of the vocabulary.
  * BD_E_UNSUPPORTED with the arithmetic when the model cannot be split over so many. */
 BD_MUST_CHECK bd_status bd_model_rank_config(const bd_model_config *config, uint32_t rank,
