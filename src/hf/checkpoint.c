@@ -9,6 +9,7 @@
 #include <sys/stat.h>
 
 #include "bitdelta/base/file.h"
+#include "bitdelta/base/log.h"
 #include "bitdelta/hf/json_text.h"
 
 #define INDEX_NAME      "model.safetensors.index.json"
@@ -155,15 +156,29 @@ done:
 
 static bd_status open_single(bd_checkpoint *c, bd_error *err) {
     static const char *const names[] = {SINGLE_NAME};
-    char path[PATH_BYTES];
-    bd_status status = bd_path_join(path, sizeof path, c->dir, SINGLE_NAME, err);
+    bd_status status = open_files(c, names, 1, err);
+    return status == BD_OK ? gather(c, err) : status;
+}
+
+/* Of a directory that has both, the one file, as transformers does: a model saved once more over
+ * one in shards leaves their index behind, which then names what is gone. */
+static bd_status open_weights(bd_checkpoint *c, bd_error *err) {
+    char single[PATH_BYTES], index[PATH_BYTES];
+    bd_status status = bd_path_join(single, sizeof single, c->dir, SINGLE_NAME, err);
+    if (status == BD_OK) status = bd_path_join(index, sizeof index, c->dir, INDEX_NAME, err);
     if (status != BD_OK) return status;
-    if (!bd_file_exists(path)) {
-        return bd_fail(err, BD_E_NOT_FOUND, c->dir,
-                       "%s has neither " SINGLE_NAME " nor " INDEX_NAME, c->dir);
+    const bool has_index = bd_file_exists(index);
+    if (bd_file_exists(single)) {
+        if (has_index)
+            bd_log(BD_LOG_WARN, "hf",
+                   "%s has " SINGLE_NAME " and " INDEX_NAME
+                   ": the first is read, the other's files are not",
+                   c->dir);
+        return open_single(c, err);
     }
-    if ((status = open_files(c, names, 1, err)) != BD_OK) return status;
-    return gather(c, err);
+    if (has_index) return open_indexed(c, index, err);
+    return bd_fail(err, BD_E_NOT_FOUND, c->dir, "%s has neither " SINGLE_NAME " nor " INDEX_NAME,
+                   c->dir);
 }
 
 static bd_status check_directory(const char *dir, bd_error *err) {
@@ -178,7 +193,6 @@ static bd_status check_directory(const char *dir, bd_error *err) {
 
 bd_status bd_checkpoint_open(const char *dir, bd_checkpoint **out, bd_error *err) {
     *out = NULL;
-    char index_path[PATH_BYTES];
     bd_status status = check_directory(dir, err);
     if (status != BD_OK) return status;
     bd_checkpoint *c = calloc(1, sizeof *c);
@@ -188,10 +202,7 @@ bd_status bd_checkpoint_open(const char *dir, bd_checkpoint **out, bd_error *err
         status = no_memory(dir, err);
         goto fail;
     }
-    if ((status = bd_path_join(index_path, sizeof index_path, dir, INDEX_NAME, err)) != BD_OK)
-        goto fail;
-    status = bd_file_exists(index_path) ? open_indexed(c, index_path, err) : open_single(c, err);
-    if (status != BD_OK) goto fail;
+    if ((status = open_weights(c, err)) != BD_OK) goto fail;
     *out = c;
     return BD_OK;
 fail:

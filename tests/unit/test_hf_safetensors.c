@@ -357,13 +357,33 @@ static void test_index_faults(void **state) {
     assert_string_equal(err.message, "demo/zen-mini/config.json is not a directory");
 }
 
+/* What is read of a directory that has both is what transformers reads (from_pretrained looks for
+ * the one file first), whether the index still leads anywhere or not. */
+static void test_one_file_before_an_index(void **state) {
+    (void)state;
+    static const char *const indexes[] = {"{\"weight_map\":{\"b\":\"y.safetensors\"}}",
+                                          "{\"weight_map\":{\"b\":\"gone.safetensors\"}}", "["};
+    write_file("model.safetensors", "{" FINE "}", 8);
+    write_file("y.safetensors", "{" T("b", "F32", "2", "0", "8") "}", 8);
+    for (size_t i = 0; i < sizeof indexes / sizeof indexes[0]; i++) {
+        bd_error err = {.message = ""};
+        bd_checkpoint *c = NULL;
+        support_write_text(dir.path, "model.safetensors.index.json", indexes[i]);
+        assert_ok(bd_checkpoint_open(dir.path, &c, &err));
+        assert_int_equal(bd_checkpoint_file_count(c), 1);
+        assert_non_null(bd_checkpoint_find(c, "a"));
+        assert_null(bd_checkpoint_find(c, "b"));
+        bd_checkpoint_close(c);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_python_file),     cmocka_unit_test(test_header_only),
         cmocka_unit_test(test_hostile_headers), cmocka_unit_test(test_sizes_of_files),
         cmocka_unit_test(test_random_damage),   cmocka_unit_test(test_writer),
         cmocka_unit_test(test_fingerprint),     cmocka_unit_test(test_shards_with_index),
-        cmocka_unit_test(test_index_faults),
+        cmocka_unit_test(test_index_faults),    cmocka_unit_test(test_one_file_before_an_index),
     };
     return cmocka_run_group_tests(tests, setup, teardown);
 }
