@@ -28,7 +28,7 @@
 #   serving_ranks  2     a server split over two GPUs beside one GPU and the goldens: tokens of all variants, shards that are missing, ends
 #
 # Environment: BUILD (default build; a build with BD_CUDA=on and BD_BENCH=on), OUT (default bench/results/gpu-<name>), COMMIT
-# (default git's). A stage writes OUT/<stage>.txt, or .csv with the full figures, and prints a summary when it ends, short enough for
+# (default: what was packed, else git's). A stage writes OUT/<stage>.txt, or .csv with the full figures, and prints a summary when it ends, short enough for
 # a terminal that keeps little. Files name the command, the GPU, the driver and the commit. Exit status 1 if anything failed.
 #
 # On a machine with prebuilt binaries, where a command may take ten minutes:
