@@ -129,9 +129,9 @@ static bool shape_from(const char *name) {
         const char *name;
         gpu_shape shape;
     } shapes[] = {
-        {"small", {1024, 8, 16, 4, 64, 2816, 32000, 14, ROWS_MAX, SEQS_MAX, 8192, 0, 0, 0}},
-        {"8b", {4096, 32, 32, 8, 128, 14336, 128256, 14, ROWS_MAX, SEQS_MAX, 8192, 0, 0, 0}},
-        {"70b", {8192, 80, 64, 8, 128, 28672, 128256, 14, ROWS_MAX, SEQS_MAX, 8192, 0, 0, 0}}};
+        {"small", {1024, 8, 16, 4, 64, 2816, 32000, 14, ROWS_MAX, SEQS_MAX, 8192, 0, 0, 0, 0}},
+        {"8b", {4096, 32, 32, 8, 128, 14336, 128256, 14, ROWS_MAX, SEQS_MAX, 8192, 0, 0, 0, 0}},
+        {"70b", {8192, 80, 64, 8, 128, 28672, 128256, 14, ROWS_MAX, SEQS_MAX, 8192, 0, 0, 0, 0}}};
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
         if (strcmp(name, shapes[i].name) == 0)
             all.name = shapes[i].name, all.shape = shapes[i].shape;
@@ -142,6 +142,12 @@ static bool shape_from(const char *name) {
 static uint64_t variant_bytes(const rank *r) {
     return bd_overlay_pages_per_variant(&r->local, r->m.ops, 1, true) *
            (uint64_t)bd_overlay_page_bytes(&r->local, r->m.ops);
+}
+
+/* Rows of the vocabulary in a page, about as in serve. */
+static uint32_t head_rows(const rank *r) {
+    const uint64_t page = bd_overlay_page_bytes(&r->local, r->m.ops);
+    return (uint32_t)(page / (r->local.hidden / 8 + 4) / 128 * 128);
 }
 
 static void configure(rank *r, uint32_t index) {
@@ -167,6 +173,7 @@ static void configure(rank *r, uint32_t index) {
                                         .max_model_len = s->len,
                                         .rope_tables_max = 1,
                                         .dtype = s->dtype};
+    r->m.options.vocab_block_rows = head_rows(r);
     r->m.options.delta_bytes = s->variants * variant_bytes(r);
 }
 
@@ -261,8 +268,8 @@ static void put_norms(rank *r) {
     free(ones);
 }
 
-/* A variant's planes, laid out as gpu_model_variant does; the signs are there, a layer's scales
- * come behind them. */
+/* A variant's planes, its head's too, laid out as gpu_model_variant does; the signs are there, a
+ * layer's scales come behind them. */
 static void put_variant(rank *r, uint32_t v, uint8_t *at) {
     gpu_model *m = &r->m;
     const bd_model_config *c = &r->local;
@@ -270,10 +277,14 @@ static void put_variant(rank *r, uint32_t v, uint8_t *at) {
     uint32_t rows = 0;
     for (uint32_t i = 0; i < BD_LINEAR_COUNT; i++)
         rows += s->linear_n[i];
-    float *scales = malloc(4ull * rows);
-    for (uint32_t i = 0; i < rows; i++)
+    const uint32_t vocab = s->vocab, block_rows = m->options.vocab_block_rows,
+                   most = rows > block_rows ? rows : block_rows;
+    float *scales = malloc(4ull * most);
+    for (uint32_t i = 0; i < most; i++)
         scales[i] = 0.0008f * (0.5f + (float)((i * 2654435761u + v) % 1000u) / 1000.0f);
-    m->linears[v] = calloc((size_t)c->layers * BD_LINEAR_COUNT, sizeof(bd_overlay_linear));
+    const uint32_t blocks = (vocab + block_rows - 1) / block_rows;
+    m->linears[v] = calloc((size_t)c->layers * BD_LINEAR_COUNT + blocks, sizeof(bd_overlay_linear));
+    bd_overlay_linear *head = &m->linears[v][c->layers * BD_LINEAR_COUNT];
     for (uint32_t l = 0; l < c->layers; l++) {
         bd_overlay_linear *linears = &m->linears[v][l * BD_LINEAR_COUNT];
         for (uint32_t i = 0; i < BD_LINEAR_COUNT; i++) {
@@ -285,7 +296,20 @@ static void put_variant(rank *r, uint32_t v, uint8_t *at) {
             linears[i].planes[0].scale = (const float *)(const void *)at;
         at += (4096 - (size_t)at % 4096) % 4096;
     }
-    m->overlays[v] = (bd_overlay){.vocab = c->vocab, .linears = m->linears[v]};
+    for (uint32_t b = 0; b < blocks; b++) {
+        const uint32_t here =
+            vocab - b * block_rows < block_rows ? vocab - b * block_rows : block_rows;
+        head[b] = (bd_overlay_linear){.plane_count = 1, .planes[0].bits = at};
+        at += m->ops->plane_bytes(here, c->hidden);
+        TRY(m->ops->vector_put(m->backend, at, 0, scales, here, &r->error));
+        head[b].planes[0].scale = (const float *)(const void *)at;
+        at += (4096 + 4ull * here) / 4096 * 4096;
+    }
+    m->overlays[v] = (bd_overlay){.vocab = c->vocab,
+                                  .linears = m->linears[v],
+                                  .head = head,
+                                  .block_rows = block_rows,
+                                  .block_count = blocks};
     free(scales);
 }
 

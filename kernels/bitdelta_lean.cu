@@ -108,19 +108,19 @@ template <typename T, int NT, Mode MODE> __global__ void __launch_bounds__(THREA
       prefetch_map(&a.w);
       const int cta = draw_ticket(a.ticket, gridDim.x);
       ticket = cta;
-      filled = w_begin(a.w, base, full, empty, split_begin(units, cta, gridDim.x), split_begin(units, cta + 1, gridDim.x), per_tile, a.stages, a.burst, 8);
+      filled = w_begin(a.w, a.w_row, base, full, empty, split_begin(units, cta, gridDim.x), split_begin(units, cta + 1, gridDim.x), per_tile, a.stages, a.burst, 8);
     }
     __syncwarp();
   } else if (wg == 2 && warp == 1) {
     if (DELTA) {
       if (lane < NT && lane < a.rows) slot = a.slot[lane];
       if (lane < a.variants) {
-        // A slot without a plane for this linear streams W's bytes in its place; its scale is zero.
+        // A slot without a plane for this linear brings no signs: what lies in its place meets a scale of zero.
         const k_overlay_linear* o = a.overlays + a.columns[lane];
         const int64_t planes = o->plane_count;
         const uint8_t* first = o->bits[0];
         const float *own = o->scale[0], *own_bias = o->bias;
-        bits = planes > 0 ? first : (const uint8_t*)a.w_data;
+        bits = planes > 0 ? first : nullptr;
         scale = planes > 0 ? own : nullptr;
         slot_bias = own_bias ? own_bias : a.bias;
       }
@@ -142,7 +142,7 @@ template <typename T, int NT, Mode MODE> __global__ void __launch_bounds__(THREA
     if (wg == 3) {
       make_pieces<T, NT, DELTA>(a, smem_raw + (pieces - smem_u32(smem_raw)), pfull, pempty, u0, u1, warp + 2, lane);
     } else if (warp == 0) {
-      if (lane == 0) w_stream<false>(a.w, base, full, empty, u0, u1, per_tile, a.stages, a.burst, filled);
+      if (lane == 0) w_stream<false>(a.w, a.w_row, base, full, empty, u0, u1, per_tile, a.stages, a.burst, filled);
     } else if (warp == 1) {
       const bool some = __any_sync(~0u, slot_bias != nullptr) || a.bias;
       if (DELTA) {
@@ -159,8 +159,10 @@ template <typename T, int NT, Mode MODE> __global__ void __launch_bounds__(THREA
         Ring r = {lane, 1};  // at most a.chunks lanes: no lane waits for what another of its round has yet to load
         for (int u = u0; u < u1; u++) {
           mbar_wait(sempty + 8 * r.at, r.phase);
-          mbar_expect(sfull + 8 * r.at, SIGN_BYTES);
-          bulk_load(chunks + r.at * SIGN_BYTES, bits + (size_t)u * SIGN_BYTES, SIGN_BYTES, sfull + 8 * r.at, SM90_EVICT_FIRST);
+          if (bits) {
+            mbar_expect(sfull + 8 * r.at, SIGN_BYTES);
+            bulk_load(chunks + r.at * SIGN_BYTES, bits + (size_t)u * SIGN_BYTES, SIGN_BYTES, sfull + 8 * r.at, SM90_EVICT_FIRST);
+          } else mbar_arrive(sfull + 8 * r.at);
           r.at += a.variants;
           if (r.at >= a.chunks) r.at -= a.chunks, r.phase ^= 1;
         }
@@ -302,6 +304,14 @@ template <typename T, int NT, Mode MODE> __global__ void __launch_bounds__(THREA
           const float* bias = mine < 0 ? a.bias : bias_of[mine];
           if (bias && n < a.n) d[i] += __ldg(bias + n);
         }
+      if (a.wide) {
+#pragma unroll
+        for (int i = 0; i < NT / 2; i++) {
+          const int t = 8 * (i / 4) + 2 * q + (i & 1), n = row + 8 * ((i >> 1) & 1);
+          if (t < a.rows && n < a.n) a.wide[(size_t)t * a.wide_stride + n] = d[i];
+        }
+        continue;
+      }
       T* Y = (T*)a.y;
 #pragma unroll
       for (int i = 0; i < NT / 2; i += 2) {  // rows 2p, 2p + 1 of one token go together: lanes of even and odd row trade tokens
@@ -343,6 +353,6 @@ template <typename T> cudaError_t launch_rows(const k_decode_args& a, cudaStream
 }  // namespace
 
 extern "C" cudaError_t k_decode_lean(const k_decode_args* a, cudaStream_t s) {
-  if (a->k % 256 || a->k > 65536 || a->n % 8 || a->variants < 0 || a->variants > SLOTS_MAX || a->rows < 1 || a->rows > K_LEAN_ROWS) return cudaErrorInvalidValue;
+  if (a->k % 256 || a->k > 65536 || (a->n % 8 && !a->wide) || a->variants < 0 || a->variants > SLOTS_MAX || a->rows < 1 || a->rows > K_LEAN_ROWS) return cudaErrorInvalidValue;
   return a->fp16 ? launch_rows<__half>(*a, s) : launch_rows<__nv_bfloat16>(*a, s);
 }

@@ -141,7 +141,7 @@ template <typename T, int NT, int G, int GR> __global__ void __launch_bounds__(R
       prefetch_map(&a.w), prefetch_map(&a.x);
       const int cta = draw_ticket(a.ticket, gridDim.x);
       ticket = cta;
-      filled = w_begin(a.w, base, full, empty, split_begin(units, cta, gridDim.x), split_begin(units, cta + 1, gridDim.x), per_tile, S::STAGES, S::BURST, 8);
+      filled = w_begin(a.w, 0, base, full, empty, split_begin(units, cta, gridDim.x), split_begin(units, cta + 1, gridDim.x), per_tile, S::STAGES, S::BURST, 8);
     }
     __syncwarp();
   } else if (wg == 2 && warp == 1) {
@@ -186,7 +186,7 @@ template <typename T, int NT, int G, int GR> __global__ void __launch_bounds__(R
     static_assert(registers_fit(S::THREADS, S::REGS, S::OTHERS));
     reg_dec<S::OTHERS>();
     if (warp == 0) {
-      if (lane == 0) w_stream<true>(a.w, base, full, empty, u0, u1, per_tile, S::STAGES, S::BURST, filled);
+      if (lane == 0) w_stream<true>(a.w, 0, base, full, empty, u0, u1, per_tile, S::STAGES, S::BURST, filled);
     } else if (warp == 1) {
       if (lane == 0) bring_x<S>(a, x_tiles, digits, xfull, xempty, dfull, dempty, u0, u1);
     } else if (warp == 2 && lane == 0) {

@@ -22,18 +22,18 @@ struct Ring {  // a position in a ring of `size` places
 
 // W's ring of 128 x 64 stages, by one thread. w_begin makes its barriers (readers: warps that hand a stage back) and fills it before anything else happens in the CTA: returns
 // the K64 steps whose copies are under way. w_stream loads the rest of units [u0, u1), in bursts, so that neighbouring 128-byte pieces of
-// a W row reach the memory together.
-__device__ __forceinline__ int w_begin(const CUtensorMap& map, u32 base, u32 full, u32 empty, int u0, int u1, int per_tile, int stages, int burst, int readers) {
+// a W row reach the memory together. row0: of the map, where the launch's first W row is.
+__device__ __forceinline__ int w_begin(const CUtensorMap& map, int row0, u32 base, u32 full, u32 empty, int u0, int u1, int per_tile, int stages, int burst, int readers) {
   for (int i = 0; i < stages; i++) mbar_init(full + 8 * i, 1), mbar_init(empty + 8 * i, readers);
   mbar_init_fence();
   const int steps = 4 * per_tile, filled = min(stages / burst * burst, 4 * (u1 - u0));
   for (int i = 0; i < filled; i++) {
     mbar_expect(full + 8 * i, W_BYTES);
-    tma_load(base + i * W_BYTES, &map, (4 * u0 + i) % steps * 64, (4 * u0 + i) / steps * 128, full + 8 * i, SM90_EVICT_FIRST);
+    tma_load(base + i * W_BYTES, &map, (4 * u0 + i) % steps * 64, row0 + (4 * u0 + i) / steps * 128, full + 8 * i, SM90_EVICT_FIRST);
   }
   return filled;
 }
-template <bool IDLE> __device__ __forceinline__ void w_stream(const CUtensorMap& map, u32 base, u32 full, u32 empty, int u0, int u1, int per_tile, int stages, int burst, int filled) {
+template <bool IDLE> __device__ __forceinline__ void w_stream(const CUtensorMap& map, int row0, u32 base, u32 full, u32 empty, int u0, int u1, int per_tile, int stages, int burst, int filled) {
   const int steps = 4 * per_tile;
   Ring r = {filled, 0};
   if (r.at == stages) r.at = 0;
@@ -43,7 +43,7 @@ template <bool IDLE> __device__ __forceinline__ void w_stream(const CUtensorMap&
     for (int i = 0; i < burst; i++, w.next(stages)) IDLE ? mbar_wait_idle(empty + 8 * w.at, w.phase) : mbar_wait(empty + 8 * w.at, w.phase);
     for (int i = 0; i < burst; i++, r.next(stages)) {
       mbar_expect(full + 8 * r.at, W_BYTES);
-      tma_load(base + r.at * W_BYTES, &map, (s + i) % steps * 64, (s + i) / steps * 128, full + 8 * r.at, SM90_EVICT_FIRST);
+      tma_load(base + r.at * W_BYTES, &map, (s + i) % steps * 64, row0 + (s + i) / steps * 128, full + 8 * r.at, SM90_EVICT_FIRST);
     }
   }
 }

@@ -96,6 +96,8 @@ typedef struct k_decode_args {
     const int32_t *slot;    /* [rows] slot of each row, -1: base; apart from the -1s they start at 0 and rise by at most 1 a row */
     const float *bias;      /* base's [n], may be NULL */
     void *y;                /* [rows, n] */
+    float *wide;            /* the lean one's: NULL, or in place of y: [rows, wide_stride] float32, of any n */
+    int32_t wide_stride, w_row; /* the lean one's too; w_row: where in w's map W begins */
     unsigned long long *workspace; /* k_decode_workspace_bytes(); the first _zeros() are zero before the first call and left zero */
     unsigned *ticket;       /* zero before the first call, left zero; not shared by launches that may overlap */
     int32_t rows, n, k, variants, sm_count;

@@ -36,18 +36,45 @@ template <typename T> __device__ __forceinline__ void expand16(uint32_t (&v)[8],
     }
 }
 
+// The tile's segments that have a plane in this pass.
+struct Planes {
+    const uint8_t *bits[K_TILE_TOKENS];
+    int first_row[K_TILE_TOKENS], end_row[K_TILE_TOKENS];
+    int count;
+};
+
+// By warp 0. What a step needs of a segment is here then, instead of behind three loads that wait for each other.
+__device__ __forceinline__ void planes_fill(Planes &p, const k_linear_args &a, const k_tile &tile, int plane, int lane) {
+    const int s = tile.first_segment + lane;
+    k_segment segment = {-1, 0, 0};
+    const uint8_t *bits = nullptr;
+    if (s < tile.end_segment) segment = a.segments[s];
+    if (segment.overlay >= 0 && plane < a.overlays[segment.overlay].plane_count) bits = a.overlays[segment.overlay].bits[plane];
+    const unsigned there = __ballot_sync(~0u, bits != nullptr);
+    const int at = __popc(there & ((1u << lane) - 1));
+    if (bits) p.bits[at] = bits, p.first_row[at] = segment.first_row, p.end_row[at] = segment.end_row;
+    if (lane == 0) p.count = __popc(there);
+}
+
 template <typename T, int GROUPS> __global__ void __launch_bounds__(128) linear_kernel(const k_linear_args a) {
     __shared__ float sums[4][GROUPS * 8][17];
+    __shared__ Planes planes;
+    constexpr int AT_ONCE = GROUPS == 4 ? 2 : 4; // segments whose signs are fetched before the first of them is used
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
     const k_tile tile = a.tiles[blockIdx.y];
     const int n0 = blockIdx.x * 16, steps = (a.k + 63) / 64, chunks = (a.k + 255) / 256;
     const int row0 = n0 + g, row1 = n0 + g + 8;
     const uint16_t *w0 = a.w + (size_t)row0 * a.k, *w1 = a.w + (size_t)row1 * a.k;
-    const int end_segment = a.planes_max ? tile.end_segment : tile.first_segment;
     float total[GROUPS][4] = {};
     for (int plane = 0; plane <= a.planes_max; plane++) { // pass 0: the base and plane 0; pass p: plane p; none: the base alone
         if (plane && plane == a.planes_max) break;
         float base[GROUPS][4] = {}, delta[GROUPS][4] = {};
+        if (a.planes_max) {
+            __syncthreads();
+            if (warp == 0) planes_fill(planes, a, tile, plane, lane);
+            __syncthreads();
+        }
+        const int count = a.planes_max ? planes.count : 0;
         for (int step = warp; step < steps; step += 4) {
             const int c = step * 64 + 16 * q;
             uint32_t x[GROUPS][8];
@@ -56,6 +83,17 @@ template <typename T, int GROUPS> __global__ void __launch_bounds__(128) linear_
                 int m = tile.first_row + 8 * j + g;
                 load16(x[j], a.x + (size_t)m * a.k, c, a.k, m < tile.end_row);
             }
+            uint2 s0[AT_ONCE], s1[AT_ONCE];
+            auto fetch = [&](int first) {
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; i++) {
+                    if (first + i >= count) break;
+                    const uint8_t *bits = planes.bits[first + i];
+                    s0[i] = row0 < a.n ? __ldg((const uint2 *)(bits + sign_offset(row0, step, chunks))) : make_uint2(0, 0);
+                    s1[i] = row1 < a.n ? __ldg((const uint2 *)(bits + sign_offset(row1, step, chunks))) : make_uint2(0, 0);
+                }
+            };
+            fetch(0);
             if (plane == 0) {
                 uint32_t u[8], v[8];
                 load16(u, w0, c, a.k, row0 < a.n);
@@ -65,22 +103,24 @@ template <typename T, int GROUPS> __global__ void __launch_bounds__(128) linear_
 #pragma unroll
                     for (int j = 0; j < GROUPS; j++) mma<T>(base[j], u[2 * i], v[2 * i], u[2 * i + 1], v[2 * i + 1], x[j][2 * i], x[j][2 * i + 1]);
             }
-            for (int s = tile.first_segment; s < end_segment; s++) {
-                const k_segment segment = a.segments[s];
-                if (segment.overlay < 0 || plane >= a.overlays[segment.overlay].plane_count) continue;
-                const uint8_t *bits = a.overlays[segment.overlay].bits[plane];
-                uint2 none = make_uint2(0, 0);
-                uint32_t u[8], v[8];
-                expand16<T>(u, row0 < a.n ? __ldg((const uint2 *)(bits + sign_offset(row0, step, chunks))) : none, q);
-                expand16<T>(v, row1 < a.n ? __ldg((const uint2 *)(bits + sign_offset(row1, step, chunks))) : none, q);
+            for (int first = 0; first < count; first += AT_ONCE) {
+                if (first) fetch(first);
 #pragma unroll
-                for (int j = 0; j < GROUPS; j++) {
-                    int m = tile.first_row + 8 * j + g; // this lane's column of the MMA
-                    if (segment.first_row >= tile.first_row + 8 * j + 8 || segment.end_row <= tile.first_row + 8 * j) continue;
-                    bool mine = m >= segment.first_row && m < segment.end_row;
+                for (int at = 0; at < AT_ONCE; at++) {
+                    if (first + at >= count) break;
+                    const int begin = planes.first_row[first + at], end = planes.end_row[first + at];
+                    uint32_t u[8], v[8];
+                    expand16<T>(u, s0[at], q);
+                    expand16<T>(v, s1[at], q);
 #pragma unroll
-                    for (int i = 0; i < 4; i++)
-                        mma<T>(delta[j], u[2 * i], v[2 * i], u[2 * i + 1], v[2 * i + 1], mine ? x[j][2 * i] : 0, mine ? x[j][2 * i + 1] : 0);
+                    for (int j = 0; j < GROUPS; j++) {
+                        int m = tile.first_row + 8 * j + g; // this lane's column of the MMA
+                        if (begin >= tile.first_row + 8 * j + 8 || end <= tile.first_row + 8 * j) continue;
+                        bool mine = m >= begin && m < end;
+#pragma unroll
+                        for (int i = 0; i < 4; i++)
+                            mma<T>(delta[j], u[2 * i], v[2 * i], u[2 * i + 1], v[2 * i + 1], mine ? x[j][2 * i] : 0, mine ? x[j][2 * i + 1] : 0);
+                    }
                 }
             }
         }

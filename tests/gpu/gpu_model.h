@@ -26,13 +26,14 @@ typedef struct gpu_model {
     uint16_t *noise; /* values that every weight's rows are cut from, each row at its own place */
     uint32_t variant_count;
     bd_overlay overlays[GPU_MODEL_VARIANTS];
-    bd_overlay_linear *linears[GPU_MODEL_VARIANTS];
+    bd_overlay_linear *linears[GPU_MODEL_VARIANTS]; /* and the blocks of the head behind them */
 } gpu_model;
 
 typedef struct gpu_shape {
     uint32_t hidden, layers, heads, kv_heads, head_dim, ffn, vocab, variants, rows, seqs, len, blocks;
     bd_kernels kernels;
     bd_dtype dtype;
+    uint32_t head_rows; /* rows of a block of the variants' heads; 0: they have the base's head */
 } gpu_shape;
 
 #define GPU_MODEL_TRY(call)                                                                        \
@@ -82,7 +83,7 @@ static inline void gpu_model_variant(gpu_model *m, uint32_t v, uint8_t *arena) {
     const uint32_t q = c->heads * c->head_dim, kv = c->kv_heads * c->head_dim;
     const uint32_t n[BD_LINEAR_COUNT] = {q, kv, kv, c->hidden, c->ffn, c->ffn, c->hidden}, k[BD_LINEAR_COUNT] = {c->hidden, c->hidden, c->hidden, q, c->hidden, c->hidden, c->ffn};
     float *scale = malloc((size_t)(c->ffn > q ? c->ffn : q) * 4 + 4 * (size_t)c->hidden);
-    m->linears[v] = calloc((size_t)c->layers * BD_LINEAR_COUNT, sizeof(bd_overlay_linear));
+    m->linears[v] = calloc((size_t)c->layers * BD_LINEAR_COUNT + c->vocab, sizeof(bd_overlay_linear));
     for (uint32_t l = 0; l < c->layers; l++) {
         uint8_t *at = arena;
         for (uint32_t i = 0; i < BD_LINEAR_COUNT; i++) {
@@ -100,8 +101,21 @@ static inline void gpu_model_variant(gpu_model *m, uint32_t v, uint8_t *arena) {
         }
         arena = at + (4096 - (size_t)(at - arena) % 4096) % 4096;
     }
-    GPU_MODEL_TRY(m->ops->put_flush(m->backend, &err));
     m->overlays[v] = (bd_overlay){.vocab = c->vocab, .linears = m->linears[v]};
+    const uint32_t block_rows = m->options.vocab_block_rows;
+    for (uint32_t first = 0; block_rows && first < c->vocab; first += block_rows) {
+        const uint32_t rows = c->vocab - first < block_rows ? c->vocab - first : block_rows;
+        bd_overlay_linear *block = &m->linears[v][c->layers * BD_LINEAR_COUNT + m->overlays[v].block_count++];
+        *block = (bd_overlay_linear){.plane_count = 1, .planes[0].bits = arena};
+        GPU_MODEL_TRY(m->ops->plane_put(m->backend, arena, rows, c->hidden, 0, rows, (const uint8_t *)m->noise + (v * 1013u + first) % 4096u, 22, &err));
+        arena += m->ops->plane_bytes(rows, c->hidden);
+        for (uint32_t r = 0; r < rows; r++) scale[r % c->ffn] = one * (float)(0.5 + (double)((r * 2654435761u + v) % 1000u) / 1000.0);
+        for (uint32_t r = 0; r < rows; r += c->ffn) GPU_MODEL_TRY(m->ops->vector_put(m->backend, arena, r, scale, rows - r < c->ffn ? rows - r : c->ffn, &err));
+        block->planes[0].scale = (const float *)(const void *)arena;
+        arena += (4096 + 4 * (size_t)rows) / 4096 * 4096;
+    }
+    if (block_rows) m->overlays[v].head = &m->linears[v][c->layers * BD_LINEAR_COUNT], m->overlays[v].block_rows = block_rows;
+    GPU_MODEL_TRY(m->ops->put_flush(m->backend, &err));
     free(scale);
 }
 
@@ -110,7 +124,9 @@ static inline uint64_t gpu_model_variant_bytes(const gpu_model *m) {
     const uint32_t q = c->heads * c->head_dim, kv = c->kv_heads * c->head_dim;
     uint64_t bytes = 2 * m->ops->plane_bytes(c->ffn, c->hidden) + m->ops->plane_bytes(c->hidden, c->ffn) + m->ops->plane_bytes(q, c->hidden) + 2 * m->ops->plane_bytes(kv, c->hidden) +
                      m->ops->plane_bytes(c->hidden, q) + 4ull * (q + 2 * kv + 2 * c->hidden + 2 * c->ffn);
-    return ((bytes + 8191) / 4096 * 4096) * c->layers;
+    bytes = ((bytes + 8191) / 4096 * 4096) * c->layers;
+    for (uint32_t first = 0, rows = m->options.vocab_block_rows; rows && first < c->vocab; first += rows) bytes += m->ops->plane_bytes(rows, c->hidden) + 4ull * rows + 8192;
+    return (bytes + 4095) / 4096 * 4096;
 }
 
 /* record: decode steps are replayed where they can be. */
@@ -123,7 +139,7 @@ static inline gpu_model *gpu_model_open(gpu_shape s, bool record) {
                                   .rope = {.theta = 10000, .rotary_dim = s.head_dim}};
     m->variant_count = s.variants;
     m->options = (bd_backend_options){.config = &m->config, .rank_count = 1, .rows_max = s.rows, .seqs_max = s.seqs, .logits_rows_max = s.seqs < 64 ? 64 : s.seqs,
-                                      .kv_block_tokens = GPU_MODEL_BLOCK, .kv_block_count = s.blocks, .max_model_len = s.len, .rope_tables_max = 1, .kernels = s.kernels, .dtype = s.dtype};
+                                      .kv_block_tokens = GPU_MODEL_BLOCK, .kv_block_count = s.blocks, .max_model_len = s.len, .rope_tables_max = 1, .kernels = s.kernels, .dtype = s.dtype, .vocab_block_rows = s.head_rows};
     m->options.delta_bytes = s.variants * gpu_model_variant_bytes(m);
     m->noise = malloc(2 * GPU_MODEL_NOISE);
     uint64_t state = 88172645463325252ull;

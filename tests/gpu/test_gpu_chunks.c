@@ -253,6 +253,74 @@ static void check_step(uint32_t rows, uint32_t runs) {
     free_step(&m);
 }
 
+static uint32_t head_ways[3]; /* heads seen: the plain kernel's, tiles, a chunk */
+
+/* Slots rise by one at most, all are there, and each is its row's variant: what the kernel asks for. */
+static void check_head_slots(const made_step *m, const bd_logits_row *logits, const cuda_head_step *d) {
+    int32_t highest = -1;
+    for (uint32_t i = 0; i < d->chunk.rows; i++) {
+        const int32_t slot = d->slot[i];
+        assert_int_equal(slot < 0 ? -1 : d->columns[slot], m->overlay[logits[i].row]);
+        if (slot < 0) continue;
+        assert_true(slot == highest || slot == highest + 1);
+        highest = slot;
+    }
+    if (d->chunk.rows) assert_int_equal(d->chunk.slots, highest + 1);
+}
+
+static void check_head_tiles(const cuda_head_step *d, uint32_t count) {
+    for (uint32_t t = 0; t < CUDA_TILES; t++) {
+        uint32_t row = 0;
+        for (uint32_t i = 0; i < d->tile_count[t]; i++) {
+            const k_gemm_tile tile = d->tiles[t][i];
+            assert_true(tile.m0 == (int32_t)row && tile.m1 > tile.m0 && tile.m1 - tile.m0 <= (int32_t)cuda_tile_tokens[t] && tile.variant == -1);
+            row = (uint32_t)tile.m1;
+        }
+        assert_int_equal(row, count);
+    }
+}
+
+/* heads: one in so many variants has a head of its own; 0: none. */
+static void check_head(uint32_t rows, uint32_t runs, uint32_t heads) {
+    static bd_overlay overlays[3 * SEGMENTS_MAX];
+    static bd_logits_row logits[ROWS_MAX];
+    static bd_overlay_linear block = {.plane_count = 1};
+    const bd_overlay *list[3 * SEGMENTS_MAX];
+    made_step m = make_step(rows, runs);
+    m.step.segments = m.segments;
+    m.step.overlays = list;
+    m.step.logits_rows = logits;
+    m.cuda->fast.head.fast = true;
+    for (uint32_t s = 0; s < m.step.segment_count; s++)
+        while (m.segments[s].overlay >= (int32_t)m.step.overlay_count) m.step.overlay_count++;
+    bool plain = true;
+    for (uint32_t v = 0; v < m.step.overlay_count; v++) {
+        const bool own = heads && test_next() % heads == 0;
+        list[v] = &overlays[v];
+        overlays[v] = (bd_overlay){.head = own ? &block : NULL, .block_count = own, .block_rows = 1000};
+        plain = plain && !own;
+    }
+    const uint64_t share = 1 + test_next() % 20;
+    for (uint32_t row = 0; row < rows; row++)
+        if (test_next() % share == 0) logits[m.step.logits_row_count++] = (bd_logits_row){.row = row, .target = -1};
+    const uint32_t count = m.step.logits_row_count;
+    assert_true(cuda_fast_head_fill(m.cuda, &m.step));
+    const cuda_head_step *d = &m.cuda->fast_step.head;
+    assert_int_equal(d->usable, count > 0 && (count <= K_LEAN_ROWS || plain));
+    assert_int_equal(d->chunk.rows, d->usable && count <= K_LEAN_ROWS ? count : 0);
+    check_head_slots(&m, logits, d);
+    check_head_tiles(d, d->usable && count > K_LEAN_ROWS ? count : 0);
+    head_ways[d->usable ? 1 + (d->chunk.rows > 0) : 0]++;
+    free_step(&m);
+}
+
+static void test_heads(void **state) {
+    (void)state;
+    for (int i = 0; i < 20000; i++) check_head(1 + (uint32_t)(test_next() % (i % 2 ? 40 : ROWS_MAX)), 1 + (uint32_t)(test_next() % 40), (uint32_t)(test_next() % 4));
+    printf("heads by the plain kernel %u, tiles %u, a chunk %u\n", head_ways[0], head_ways[1], head_ways[2]);
+    assert_true(head_ways[0] > 1000 && head_ways[1] > 1000 && head_ways[2] > 1000);
+}
+
 static void test_random_steps(void **state) {
     (void)state;
     for (int i = 0; i < 20000; i++) check_step(1 + (uint32_t)(test_next() % (i % 2 ? ROWS_MAX : CUDA_DECODE_ROWS_MAX)), 1 + (uint32_t)(test_next() % 40));
@@ -268,7 +336,7 @@ static void test_extremes(void **state) {
 }
 
 int main(int argc, char **argv) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_random_steps), cmocka_unit_test(test_extremes)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_random_steps), cmocka_unit_test(test_extremes), cmocka_unit_test(test_heads)};
     test_state = argc > 1 ? strtoull(argv[1], NULL, 10) : (uint64_t)time(NULL);
     printf("seed %llu\n", (unsigned long long)test_state);
     return cmocka_run_group_tests(tests, NULL, NULL);

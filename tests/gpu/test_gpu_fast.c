@@ -142,7 +142,7 @@ typedef struct decode_run {
     enum how how;
     int first, rows;
     device_problem d;
-    buffer planes, digits, columns, slots, groups;
+    buffer planes, digits, columns, slots, groups, w, wide; /* w: its rows among others; both of wide runs alone */
     splitting split;
     k_decode_args args;
     k_rows_args whole;
@@ -165,7 +165,7 @@ static int groups_fill(const problem *p, int first, int rows, int group_rows, co
 }
 
 /* Rows [first, first + rows) of the problem in one launch, with every buffer of its own. False: not of this kernel. */
-static bool decode_prepare(const problem *p, enum how how, int sms, int first, int rows, bool pdl, decode_run *r) {
+static bool decode_prepare(const problem *p, enum how how, int sms, int first, int rows, bool pdl, bool wide, decode_run *r) {
     const linear_case c = p->c;
     int32_t columns[16] = {0}, slot[K_ROWS_GROUPS * K_ROWS_LARGE];
     k_gemm_tile groups[K_ROWS_GROUPS] = {0};
@@ -195,6 +195,20 @@ static bool decode_prepare(const problem *p, enum how how, int sms, int first, i
     r->whole = (k_rows_args){.w = w, .x = x_map, .digits = r->digits.data, .w_data = r->d.w.data, .overlays = r->d.table.data, .columns = r->columns.data, .groups = r->groups.data,
                              .bias = r->d.bias.data, .y = r->d.y.data, .workspace = r->split.work.data, .ticket = r->split.ticket.data, .first_row = first,
                              .rows = rows, .n = c.n, .k = c.k, .group_count = group_count, .variants = variants, .sm_count = sms, .fp16 = p->fp16, .pdl = pdl, .group_rows = group_rows};
+    if (wide) {
+        const size_t k = (size_t)c.k, before = (size_t)(test_next() % 40), map_rows = before + (size_t)c.n + 3, stride = (size_t)c.n + 5;
+        r->w = buffer_make(NULL, map_rows * k * 2);
+        r->wide = buffer_make(NULL, (size_t)c.rows * stride * 4);
+        uint16_t *w_at = (uint16_t *)r->w.data + before * k;
+        float *wide_at = r->wide.data;
+        CUDA_OK(cudaMemcpy(w_at, p->w, (size_t)c.n * k * 2, cudaMemcpyHostToDevice));
+        r->args.w = map_make(r->w.data, map_rows, k, 128);
+        r->args.w_data = w_at;
+        r->args.w_row = (int32_t)before;
+        r->args.wide_stride = (int32_t)stride;
+        r->args.wide = wide_at + (size_t)first * stride;
+        r->args.y = NULL;
+    }
     return true;
 }
 
@@ -215,6 +229,11 @@ static void decode_finish(decode_run *r, const problem *p, float *y) {
     const size_t n = (size_t)p->c.n;
     float *all_rows = malloc((size_t)p->c.rows * n * 4);
     download(&r->d, p->fp16, all_rows);
+    if (r->wide.data) {
+        take_wide(&r->wide, p, n + 5, all_rows);
+        buffer_free(&r->w);
+        buffer_free(&r->wide);
+    }
     memcpy(y, all_rows + (size_t)r->first * n, (size_t)r->rows * n * 4);
     for (size_t i = 0; i < (size_t)p->c.rows * n; i++) /* other rows are as they were: NaN */
         if ((i < (size_t)r->first * n || i >= (size_t)(r->first + r->rows) * n) && !isnan(all_rows[i])) fail_msg("output %zu of another row was written", i);
@@ -224,12 +243,16 @@ static void decode_finish(decode_run *r, const problem *p, float *y) {
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) buffer_free(all[i]);
 }
 
-static bool run_decode_on(const problem *p, enum how how, int sms, int first, int rows, bool pdl, float *y) {
+static bool run_decode_wide(const problem *p, enum how how, int sms, int first, int rows, bool pdl, bool wide, float *y) {
     decode_run r;
-    if (!decode_prepare(p, how, sms, first, rows, pdl, &r)) return false;
+    if ((wide && how != LEAN) || !decode_prepare(p, how, sms, first, rows, pdl, wide, &r)) return false;
     for (int again = 0; again < 3; again++) decode_launch(&r, NULL);
     decode_finish(&r, p, y);
     return true;
+}
+
+static bool run_decode_on(const problem *p, enum how how, int sms, int first, int rows, bool pdl, float *y) {
+    return run_decode_wide(p, how, sms, first, rows, pdl, false, y);
 }
 
 static bool run_decode(const problem *p, enum how how, int first, int rows, bool pdl, float *y) {
@@ -338,6 +361,25 @@ static void test_decode(void **state) {
     }
     printf("launches of decode, lean, rows: %d %d %d\n", ran[PLAIN], ran[LEAN], ran[ROWS]);
     for (int how = PLAIN; how < HOWS; how++) assert_true(ran[how] > 0 || !wanted(how_kernels[how]));
+}
+
+/* The head's: float32, any n, W's rows somewhere in its map, variants without a plane. Nothing is rounded but x, to 16 bits, where it meets signs. */
+static void test_wide(void **state) {
+    (void)state;
+    static const linear_case cases[] = {{1, 133, 256, 1, 1, 1},   {1, 1000, 4096, 0, 1, 1}, {16, 519, 2048, 14, 1, 16}, {7, 2001, 512, 2, 1, 4}, {9, 137, 512, 4, 1, 6},
+                                        {16, 8, 1536, 1, 1, 1},   {12, 263, 1024, 3, 1, 5}, {16, 4099, 768, 8, 1, 9}};
+    for (size_t i = 0; i < 2 * (sizeof cases / sizeof *cases); i++) {
+        if (left_out(cases[i / 2]) || !wanted("lean")) continue;
+        problem p = problem_make_element(cases[i / 2], i % 2);
+        float *y = malloc((size_t)p.c.rows * (size_t)p.c.n * 4);
+        double *want = reference_of(&p);
+        const int sms = i % 3 ? sm_count() : 1 + (int)(test_next() % 5);
+        assert_true(run_decode_wide(&p, LEAN, sms, 0, p.c.rows, i % 2, true, y));
+        check(&p, y, want, 1e-5, "lean decode, wide");
+        free(want);
+        free(y);
+        problem_free(&p);
+    }
 }
 
 static void test_decode_delta_alone(void **state) {
@@ -503,7 +545,7 @@ static void test_two_streams(void **state) {
     for (int how = PLAIN; how < HOWS; how++) {
         decode_run runs[2];
         if (!wanted(how_kernels[how]) || !run_decode(&p, (enum how)how, 0, 16, true, alone)) continue;
-        for (int s = 0; s < 2; s++) decode_prepare(&p, (enum how)how, sm_count(), 0, 16, false, &runs[s]);
+        for (int s = 0; s < 2; s++) decode_prepare(&p, (enum how)how, sm_count(), 0, 16, false, false, &runs[s]);
         for (int i = 0; i < repeats; i++)
             for (int s = 0; s < 2; s++) decode_launch(&runs[s], streams[s]);
         for (int s = 0; s < 2; s++) {
@@ -525,7 +567,7 @@ int main(int argc, char **argv) {
         return 77;
     }
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_gemm), cmocka_unit_test(test_gemm_one_hot), cmocka_unit_test(test_decode),
-                                       cmocka_unit_test(test_decode_delta_alone), cmocka_unit_test(test_digits), cmocka_unit_test(test_decode_one_hot),
+                                       cmocka_unit_test(test_wide), cmocka_unit_test(test_decode_delta_alone), cmocka_unit_test(test_digits), cmocka_unit_test(test_decode_one_hot),
                                        cmocka_unit_test(test_decode_zero_scale_is_the_base), cmocka_unit_test(test_decode_rows_do_not_depend_on_their_batch),
                                        cmocka_unit_test(test_two_streams)};
     return cmocka_run_group_tests(tests, NULL, NULL);

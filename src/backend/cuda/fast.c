@@ -73,113 +73,140 @@ void cuda_fast_close(bd_cuda *cuda) {
     free(cuda->fast.w);
 }
 
-static bd_status decode(bd_cuda *cuda, uint32_t layer, bd_group group, const cuda_chunk *chunk,
-                        bd_error *err) {
+/* A linear for decode's kernels and the rows of x that are theirs. */
+typedef struct few_rows {
+    const char *what;
+    const CUtensorMap *w, *x; /* x: by box */
+    const void *w_data;
+    const uint16_t *x_data;
+    const k_overlay_linear *overlays;
+    const float *bias;
+    uint16_t *y; /* NULL: wide */
+    float *wide;
+    uint32_t n, k, w_row, wide_stride;
+    const cuda_chunk *chunks;
+    uint32_t chunk_count;
+    const int32_t *columns, *slot;
+    const k_gemm_tile *groups;
+    uint32_t by_rows; /* bit c: chunk c is the rows kernel's */
+} few_rows;
+
+static const CUtensorMap *box_of(const few_rows *l, const cuda_chunk *chunk) {
+    return &l->x[k_decode_tokens((int)chunk->rows) == 64 ? X_BOX_64 : X_BOX_32];
+}
+
+static bd_status decode(bd_cuda *cuda, const few_rows *l, const cuda_chunk *chunk, bd_error *err) {
     cuda_fast *fast = &cuda->fast;
-    const cuda_group *g = &fast->groups[group];
-    const cuda_fast_step *d = &cuda->fast_step;
     const bool lean = chunk->rows <= K_LEAN_ROWS;
-    const uint16_t *x = g->x_data + (size_t)chunk->first_row * g->k;
+    const uint16_t *x = l->x_data + (size_t)chunk->first_row * l->k;
     if (chunk->slots && !lean) {
         const cudaError_t error =
-            k_planes(fast->planes, x, (int)chunk->rows, (int)g->k, cuda->fp16, true, cuda->stream);
+            k_planes(fast->planes, x, (int)chunk->rows, (int)l->k, cuda->fp16, true, cuda->stream);
         const bd_status s = cuda_check(cuda, error, "bit planes", err);
         if (s != BD_OK) return s;
     }
     const k_decode_args args = {
-        .w = fast->w[layer][group],
-        .x = g->x[k_decode_tokens((int)chunk->rows) == 64 ? X_BOX_64 : X_BOX_32],
-        .w_data = cuda->linears[layer][g->first],
+        .w = *l->w,
+        .x = *box_of(l, chunk),
+        .w_data = l->w_data,
         .x_data = x,
         .first_row = (int32_t)chunk->first_row,
         .planes = fast->planes,
-        .overlays = cuda->step.linears +
-                    (size_t)(layer * BD_LINEAR_COUNT + g->first) * cuda->step.overlay_count,
-        .columns = d->columns + chunk->first_slot,
-        .slot = d->slot + (chunk->first_row - d->chunks[0].first_row),
-        .bias = cuda_group_bias(cuda, layer, group),
-        .y = g->y_data + (size_t)chunk->first_row * g->n,
+        .overlays = l->overlays,
+        .columns = l->columns + chunk->first_slot,
+        .slot = l->slot + chunk->slot_at,
+        .bias = l->bias,
+        .y = l->y ? l->y + (size_t)chunk->first_row * l->n : NULL,
+        .wide = l->wide ? l->wide + (size_t)chunk->first_row * l->wide_stride : NULL,
+        .wide_stride = (int32_t)l->wide_stride,
+        .w_row = (int32_t)l->w_row,
         .workspace = fast->workspace,
         .ticket = &fast->tickets[fast->next_ticket++ % CUDA_TICKETS],
         .rows = (int32_t)chunk->rows,
-        .n = (int32_t)g->n,
-        .k = (int32_t)g->k,
+        .n = (int32_t)l->n,
+        .k = (int32_t)l->k,
         .variants = (int32_t)chunk->slots,
         .sm_count = fast->sm_count,
         .fp16 = cuda->fp16,
         .pdl = 1};
-    return cuda_check(cuda, (lean ? k_decode_lean : k_decode)(&args, cuda->stream), "decode", err);
+    return cuda_check(cuda, (lean ? k_decode_lean : k_decode)(&args, cuda->stream), l->what, err);
 }
 
 _Static_assert(CUDA_CHUNKS_MAX <= K_DIGITS_CHUNKS, "one launch makes the digits of all chunks");
+_Static_assert(CUDA_CHUNKS_MAX <= 32, "a bit a chunk");
 
 /* What the rows kernel takes of x, of all chunks that are its; at[]: where each chunk's begin. */
-static bd_status digits(bd_cuda *cuda, bd_group group, uint64_t at[CUDA_CHUNKS_MAX],
+static bd_status digits(bd_cuda *cuda, const few_rows *l, uint64_t at[CUDA_CHUNKS_MAX],
                         bd_error *err) {
-    const cuda_fast *fast = &cuda->fast;
-    const cuda_group *g = &fast->groups[group];
-    const cuda_fast_step *d = &cuda->fast_step;
-    k_digits_args args = {
-        .x = g->x_data, .digits = fast->digits, .k = (int32_t)g->k, .fp16 = cuda->fp16, .pdl = 1};
+    k_digits_args args = {.x = l->x_data,
+                          .digits = cuda->fast.digits,
+                          .k = (int32_t)l->k,
+                          .fp16 = cuda->fp16,
+                          .pdl = 1};
     uint64_t bytes = 0;
-    for (uint32_t c = 0; c < d->chunk_count; c++) {
-        const cuda_chunk *chunk = &d->chunks[c];
-        if (!cuda_fast_takes_rows(fast, g, chunk)) continue;
+    for (uint32_t c = 0; c < l->chunk_count; c++) {
+        const cuda_chunk *chunk = &l->chunks[c];
+        if (!(l->by_rows >> c & 1)) continue;
         at[c] = bytes;
         args.chunks[args.chunk_count++] =
             (k_digits_chunk){(int32_t)chunk->first_row, (int32_t)chunk->rows, bytes};
-        bytes += k_digits_bytes((int)chunk->rows, (int)g->k);
+        bytes += k_digits_bytes((int)chunk->rows, (int)l->k);
     }
     if (!args.chunk_count) return BD_OK;
     return cuda_check(cuda, k_digits(&args, cuda->stream), "digits", err);
 }
 
-static bd_status rows(bd_cuda *cuda, uint32_t layer, bd_group group, const cuda_chunk *chunk,
-                      uint64_t digits_at, bd_error *err) {
+static bd_status rows(bd_cuda *cuda, const few_rows *l, const cuda_chunk *chunk, uint64_t digits_at,
+                      bd_error *err) {
     cuda_fast *fast = &cuda->fast;
-    const cuda_group *g = &fast->groups[group];
-    const cuda_fast_step *d = &cuda->fast_step;
-    const k_rows_args args = {
-        .w = fast->w[layer][group],
-        .x = g->x[k_decode_tokens((int)chunk->rows) == 64 ? X_BOX_64 : X_BOX_32],
-        .digits = fast->digits + digits_at,
-        .w_data = cuda->linears[layer][g->first],
-        .overlays = cuda->step.linears +
-                    (size_t)(layer * BD_LINEAR_COUNT + g->first) * cuda->step.overlay_count,
-        .columns = d->columns + chunk->first_slot,
-        .groups = d->chunk_groups + chunk->first_group,
-        .bias = cuda_group_bias(cuda, layer, group),
-        .y = g->y_data,
-        .workspace = fast->workspace,
-        .ticket = &fast->tickets[fast->next_ticket++ % CUDA_TICKETS],
-        .group_rows = (int32_t)chunk->group_rows,
-        .first_row = (int32_t)chunk->first_row,
-        .rows = (int32_t)chunk->rows,
-        .n = (int32_t)g->n,
-        .k = (int32_t)g->k,
-        .group_count = (int32_t)chunk->groups,
-        .variants = (int32_t)chunk->slots,
-        .sm_count = fast->sm_count,
-        .fp16 = cuda->fp16,
-        .pdl = 1};
-    return cuda_check(cuda, k_rows(&args, cuda->stream), "rows of many variants", err);
+    const k_rows_args args = {.w = *l->w,
+                              .x = *box_of(l, chunk),
+                              .digits = fast->digits + digits_at,
+                              .w_data = l->w_data,
+                              .overlays = l->overlays,
+                              .columns = l->columns + chunk->first_slot,
+                              .groups = l->groups + chunk->first_group,
+                              .bias = l->bias,
+                              .y = l->y,
+                              .workspace = fast->workspace,
+                              .ticket = &fast->tickets[fast->next_ticket++ % CUDA_TICKETS],
+                              .group_rows = (int32_t)chunk->group_rows,
+                              .first_row = (int32_t)chunk->first_row,
+                              .rows = (int32_t)chunk->rows,
+                              .n = (int32_t)l->n,
+                              .k = (int32_t)l->k,
+                              .group_count = (int32_t)chunk->groups,
+                              .variants = (int32_t)chunk->slots,
+                              .sm_count = fast->sm_count,
+                              .fp16 = cuda->fp16,
+                              .pdl = 1};
+    return cuda_check(cuda, k_rows(&args, cuda->stream), l->what, err);
+}
+
+/* at: where the digits of its chunks are. */
+static bd_status launch_chunks(bd_cuda *cuda, const few_rows *l, const uint64_t at[CUDA_CHUNKS_MAX],
+                               bd_error *err) {
+    bd_status s = BD_OK;
+    for (uint32_t c = 0; s == BD_OK && c < l->chunk_count; c++)
+        s = l->by_rows >> c & 1 ? rows(cuda, l, &l->chunks[c], at[c], err)
+                                : decode(cuda, l, &l->chunks[c], err);
+    return s;
 }
 
 static const int boxes[CUDA_TILES] = {X_BOX_128, X_BOX_64, X_BOX_32}; /* half a tile of x */
 
-bd_status cuda_fast_head_run(bd_cuda *cuda, float *logits, bd_error *err) {
+static bd_status head_tiles(bd_cuda *cuda, float *logits, bd_error *err) {
     const cuda_fast *fast = &cuda->fast;
-    const cuda_fast_step *d = &cuda->fast_step;
-    const cuda_way way =
-        cuda_fast_tile(fast, cuda->shape.vocab, cuda->shape.hidden, d->head_tile_count);
+    const cuda_head_step *d = &cuda->fast_step.head;
+    const cuda_way way = cuda_fast_tile(fast, cuda->shape.vocab, cuda->shape.hidden, d->tile_count);
     const uint32_t t = way.tile;
     const k_gemm_args args = {.w = fast->head.w,
                               .x = fast->head.x[boxes[t]],
                               .y = fast->head.x[X_BOX_32], /* none; a map that can be fetched */
                               .wide = logits,
                               .wide_stride = (int32_t)cuda->head_stride,
-                              .tiles = d->head_tiles[t],
-                              .tile_count = (int32_t)d->head_tile_count[t],
+                              .tiles = d->tiles[t],
+                              .tile_count = (int32_t)d->tile_count[t],
                               .n = (int32_t)cuda->shape.vocab,
                               .k = (int32_t)cuda->shape.hidden,
                               .fp16 = cuda->fp16,
@@ -189,6 +216,33 @@ bd_status cuda_fast_head_run(bd_cuda *cuda, float *logits, bd_error *err) {
     return cuda_check(cuda,
                       k_gemm(&args, (int)cuda_tile_tokens[t], (int)way.split, false, cuda->stream),
                       "head", err);
+}
+
+bd_status cuda_fast_head_run(bd_cuda *cuda, float *logits, bd_error *err) {
+    const cuda_head_step *d = &cuda->fast_step.head;
+    const cuda_step *step = &cuda->step;
+    const uint32_t hidden = cuda->shape.hidden, vocab = cuda->shape.vocab;
+    if (d->tile_count[0]) return head_tiles(cuda, logits, err);
+    bd_status s = BD_OK;
+    few_rows l = {.what = "head",
+                  .w = &cuda->fast.head.w,
+                  .x = cuda->fast.head.x,
+                  .x_data = cuda->head_in,
+                  .k = hidden,
+                  .wide_stride = cuda->head_stride,
+                  .columns = d->columns,
+                  .slot = d->slot};
+    for (uint32_t b = 0; s == BD_OK && b < step->block_count; b++) {
+        l.w_row = b * step->block_rows;
+        l.n = vocab - l.w_row < step->block_rows ? vocab - l.w_row : step->block_rows;
+        l.w_data = cuda->head + (size_t)l.w_row * hidden;
+        l.wide = logits + l.w_row;
+        l.overlays =
+            step->linears + (size_t)(cuda->shape.layers * BD_LINEAR_COUNT + step->block_count + b) *
+                                step->overlay_count;
+        s = decode(cuda, &l, &d->chunk, err);
+    }
+    return s;
 }
 
 static bd_status prefill(bd_cuda *cuda, uint32_t layer, bd_group group, bd_error *err) {
@@ -220,17 +274,30 @@ static bd_status prefill(bd_cuda *cuda, uint32_t layer, bd_group group, bd_error
 }
 
 static bd_status chunked(bd_cuda *cuda, uint32_t layer, bd_group group, bd_error *err) {
+    const cuda_fast *fast = &cuda->fast;
     const cuda_fast_step *d = &cuda->fast_step;
+    const cuda_group *g = &fast->groups[group];
+    few_rows l = {.what = "decode",
+                  .w = &fast->w[layer][group],
+                  .x = g->x,
+                  .w_data = cuda->linears[layer][g->first],
+                  .x_data = g->x_data,
+                  .overlays = cuda->step.linears + (size_t)(layer * BD_LINEAR_COUNT + g->first) *
+                                                       cuda->step.overlay_count,
+                  .bias = cuda_group_bias(cuda, layer, group),
+                  .y = g->y_data,
+                  .n = g->n,
+                  .k = g->k,
+                  .chunks = d->chunks,
+                  .chunk_count = d->chunk_count,
+                  .columns = d->columns,
+                  .slot = d->slot,
+                  .groups = d->chunk_groups};
+    for (uint32_t c = 0; c < d->chunk_count; c++)
+        if (cuda_fast_takes_rows(fast, g, &d->chunks[c])) l.by_rows |= 1u << c;
     uint64_t at[CUDA_CHUNKS_MAX];
-    bd_status s = digits(cuda, group, at, err);
-    for (uint32_t c = 0; s == BD_OK && c < d->chunk_count; c++) {
-        const cuda_chunk *chunk = &d->chunks[c];
-        if (cuda_fast_takes_rows(&cuda->fast, &cuda->fast.groups[group], chunk))
-            s = rows(cuda, layer, group, chunk, at[c], err);
-        else
-            s = decode(cuda, layer, group, chunk, err);
-    }
-    return s;
+    const bd_status s = digits(cuda, &l, at, err);
+    return s == BD_OK ? launch_chunks(cuda, &l, at, err) : s;
 }
 
 bd_status cuda_fast_linear(bd_cuda *cuda, uint32_t layer, bd_group group, bd_error *err) {

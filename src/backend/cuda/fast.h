@@ -59,6 +59,7 @@ typedef struct cuda_fast {
 typedef struct cuda_chunk { /* rows for one launch of the decode or the rows kernel, and their slots
                              */
     uint32_t first_row, rows, first_slot, slots;
+    uint32_t slot_at;                         /* where its rows' slots begin */
     uint32_t first_group, groups, group_rows; /* of the rows kernel; groups 0: not its */
 } cuda_chunk;
 
@@ -68,6 +69,15 @@ typedef struct cuda_way {             /* without padding: see cuda_fast_step_fil
     uint32_t delta, chunked;          /* whether a tile has a variant, whether the chunks are */
     float cost_us;                    /* as estimated */
 } cuda_way;
+
+/* Of rows of logits: tiles where the base's table makes them all, or one chunk of few. */
+typedef struct cuda_head_step {
+    uint32_t usable, unused; /* usable: else the head is the plain kernel's */
+    const k_gemm_tile *tiles[CUDA_TILES];
+    uint32_t tile_count[CUDA_TILES];
+    cuda_chunk chunk;
+    const int32_t *columns, *slot;
+} cuda_head_step;
 
 /* Device pointers of the step's lists, in the upload. */
 typedef struct cuda_fast_step {
@@ -79,14 +89,14 @@ typedef struct cuda_fast_step {
     cuda_chunk chunks[CUDA_CHUNKS_MAX];   /* of the rows at the step's end, of all or of none */
     uint32_t chunk_count;
     const k_gemm_tile *chunk_groups;
-    const k_gemm_tile *head_tiles[CUDA_TILES]; /* NULL: the head is the plain kernel's */
-    uint32_t head_tile_count[CUDA_TILES];
+    cuda_head_step head;
 } cuda_fast_step;
 
 /* After the arenas are carved. Never fails: what cannot be fast is left to the plain kernels. */
 void cuda_fast_open(struct bd_cuda *cuda);
 void cuda_fast_close(struct bd_cuda *cuda);
 extern const uint32_t cuda_tile_tokens[CUDA_TILES];
+
 /* fast_step.c. Fills the lists of the step; false: the upload is full. */
 bool cuda_fast_step_fill(struct bd_cuda *cuda, const bd_step *step);
 /* The group's outputs in groups[group].y_data, 16-bit. */
@@ -98,7 +108,9 @@ cuda_way cuda_fast_tile(const cuda_fast *fast, uint32_t n, uint32_t k,
 /* Whether the rows kernel takes the chunk, else decode's. */
 bool cuda_fast_takes_rows(const cuda_fast *fast, const cuda_group *group, const cuda_chunk *chunk);
 
-/* Logits of head_in, float32, where the step's head_tiles are. */
+/* fast_head.c. As cuda_fast_step_fill, of the head. */
+bool cuda_fast_head_fill(struct bd_cuda *cuda, const bd_step *step);
+/* Logits of head_in, float32, where the step's head is usable. */
 bd_status cuda_fast_head_run(struct bd_cuda *cuda, float *logits, bd_error *err);
 
 #endif

@@ -45,32 +45,6 @@ static bool overlays_usable(const bd_cuda *cuda, const bd_step *step) {
     return true;
 }
 
-/* Whether the step's logits are the base's own table times head_in. */
-static bool head_plain(const bd_step *step) {
-    for (uint32_t v = 0; v < step->overlay_count; v++)
-        for (uint32_t b = 0; step->overlays[v]->head && b < step->overlays[v]->block_count; b++)
-            if (step->overlays[v]->head[b].plane_count || step->overlays[v]->head[b].bias)
-                return false;
-    return true;
-}
-
-static bool head_fill(bd_cuda *cuda, const bd_step *step, cuda_fast_step *d) {
-    const uint32_t rows = step->logits_row_count;
-    if (!cuda->fast.head.fast || rows <= CUDA_DECODE_ONLY_ROWS || !head_plain(step)) return true;
-    for (uint32_t t = 0; t < CUDA_TILES; t++) {
-        const uint32_t count = (rows + cuda_tile_tokens[t] - 1) / cuda_tile_tokens[t];
-        k_gemm_tile *tiles =
-            cuda_upload_reserve(cuda, count, sizeof *tiles, (const void **)&d->head_tiles[t]);
-        if (!tiles) return false;
-        for (uint32_t i = 0; i < count; i++) {
-            const uint32_t row = i * cuda_tile_tokens[t], end = row + cuda_tile_tokens[t];
-            tiles[i] = (k_gemm_tile){(int32_t)row, (int32_t)(end < rows ? end : rows), -1, 0};
-        }
-        d->head_tile_count[t] = count;
-    }
-    return true;
-}
-
 static uint32_t tiles_of(const bd_segment *segment, uint32_t tokens) {
     return (segment->row_count + tokens - 1) / tokens;
 }
@@ -129,10 +103,10 @@ static bool lists_reserve(bd_cuda *cuda, uint32_t rows, cuda_fast_step *d, chunk
 
 /* The chunks' small groups for the rows kernel, or large ones where these are fewer. */
 static void groups_fill(const chunk_lists *lists, cuda_fast_step *d) {
-    const int32_t *slot = lists->slot;
     uint32_t count = 0;
-    for (uint32_t i = 0; i < d->chunk_count; slot += d->chunks[i++].rows) {
+    for (uint32_t i = 0; i < d->chunk_count; i++) {
         cuda_chunk *chunk = &d->chunks[i];
+        const int32_t *slot = lists->slot + chunk->slot_at;
         k_gemm_tile *groups = lists->groups + count;
         if (!chunk->slots) continue;
         const uint32_t many = groups_of(chunk, slot, K_ROWS_SMALL, groups),
@@ -165,6 +139,7 @@ static void chunks_fill(const bd_step *step, uint32_t first, const chunk_lists *
                 chunk = &d->chunks[d->chunk_count++];
                 chunk->first_row = segment->first_row + i;
                 chunk->first_slot = slots;
+                chunk->slot_at = at;
                 fresh = overlay >= 0;
                 groups = 1, run = 0;
             } else if (grows) {
@@ -289,7 +264,7 @@ bool cuda_fast_step_fill(bd_cuda *cuda, const bd_step *step) {
     memset(d, 0, sizeof *d); /* with its padding: recorded steps are found by its bytes */
     d->usable = cuda->fast.usable && overlays_usable(cuda, step);
     if (!d->usable) return true;
-    if (!head_fill(cuda, step, d)) return false;
+    if (!cuda_fast_head_fill(cuda, step)) return false;
     chunk_lists lists;
     const uint32_t rows =
         step->row_count < CUDA_DECODE_ROWS_MAX ? step->row_count : CUDA_DECODE_ROWS_MAX;

@@ -160,7 +160,7 @@ static bd_status table_head(bd_cuda *cuda, float *logits, bd_error *err) {
     const cuda_step *d = &cuda->step;
     const uint32_t hidden = cuda->shape.hidden, vocab = cuda->shape.vocab;
     bd_status s = BD_OK;
-    if (cuda->fast_step.head_tiles[0]) return cuda_fast_head_run(cuda, logits, err);
+    if (cuda->fast_step.head.usable) return cuda_fast_head_run(cuda, logits, err);
     for (uint32_t b = 0; s == BD_OK && b < d->block_count; b++) {
         const uint32_t first = b * d->block_rows,
                        n = vocab - first < d->block_rows ? vocab - first : d->block_rows;
