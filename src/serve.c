@@ -98,14 +98,15 @@ static bd_status count_deltas(const char *dir, uint32_t *count, bd_error *err) {
     if (!handle)
         return bd_fail_errno(err, BD_E_NOT_FOUND, dir, errno,
                              "deltas: the directory %s cannot be read", dir);
-    for (struct dirent *entry; (entry = readdir(handle));) {
+    const bd_status status = bd_delta_check_parent(dir, err);
+    for (struct dirent *entry; status == BD_OK && (entry = readdir(handle));) {
         char path[4096];
         if (!bd_delta_is_entry(entry->d_name)) continue;
         const int length = snprintf(path, sizeof path, "%s/%s/delta.json", dir, entry->d_name);
         if (length > 0 && (size_t)length < sizeof path && bd_file_exists(path)) ++*count;
     }
     closedir(handle);
-    return BD_OK;
+    return status;
 }
 
 /* Does the variant in `dir` say that its vocabulary is larger than the base's? One that cannot be
@@ -132,6 +133,13 @@ static uint32_t extra_vocab(const bd_serve_options *o, const bd_model_config *ba
     return extra;
 }
 
+static void warn_alone(const bd_serve_options *o) {
+    const char *dir = o->deltas_dir;
+    bd_log(BD_LOG_WARN, "serve", "no variants%s%s%s: the base is served alone%s",
+           dir ? " (no directory in " : "", dir ? dir : "", dir ? " has a delta.json)" : "",
+           o->slots ? "" : "; any that come later share one slot (--slots)");
+}
+
 /* The model's options, with as many delta slots as there are variants or as fit. */
 static bd_status model_options(server *s, const bd_backend_ops *ops, bd_model_options *out,
                                bd_error *err) {
@@ -140,9 +148,7 @@ static bd_status model_options(server *s, const bd_backend_ops *ops, bd_model_op
     bd_status status = count_deltas(o->deltas_dir, &variants, err);
     if (status != BD_OK) return status;
     variants += o->variants.count;
-    if (variants == 0)
-        bd_log(BD_LOG_WARN, "serve", "no variants: the base is served alone%s",
-               o->slots ? "" : "; any that come later share one slot (--slots)");
+    if (variants == 0) warn_alone(o);
     *out = (bd_model_options){.dir = o->base_path,
                               .ops = ops,
                               .rank_count = o->tensor_parallel,

@@ -27,6 +27,16 @@ bool bd_delta_is_entry(const char *entry) {
     return entry[0] != '.' && !is_leftover(entry);
 }
 
+bd_status bd_delta_check_parent(const char *dir, bd_error *err) {
+    char file[4096];
+    const bd_status status = bd_path_join(file, sizeof file, dir, "delta.json", err);
+    if (status != BD_OK || !bd_file_exists(file)) return status;
+    return bd_fail(err, BD_E_ARGUMENT, dir,
+                   "deltas: %s is a delta itself; give the directory that it is in, or serve it "
+                   "alone with --variant NAME=DIR",
+                   dir);
+}
+
 bd_status bd_delta_find(const char *dir, const char *entry, char *path, size_t path_bytes,
                         bd_error *err) {
     char file[4096];

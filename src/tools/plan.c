@@ -14,6 +14,7 @@
 enum { KV_BLOCK_TOKENS = 16 };
 
 typedef struct deltas { /* what the manifests of a directory add up to */
+    bool looked;        /* there is such a directory */
     uint32_t count, unreadable, extra_rows;
     uint64_t pages, pages_max;     /* of all of them, of the largest */
     bd_strbuf faults, faults_json; /* of those that cannot be read: lines; elements of an array */
@@ -64,7 +65,9 @@ static bd_status read_deltas(planned *p, const char *deltas_dir, bd_error *err) 
     if (!handle)
         return bd_fail_errno(err, BD_E_NOT_FOUND, deltas_dir, errno,
                              "deltas: the directory %s cannot be read", deltas_dir);
-    for (struct dirent *entry; (entry = readdir(handle));) {
+    p->found.looked = true;
+    const bd_status parent = bd_delta_check_parent(deltas_dir, err);
+    for (struct dirent *entry; parent == BD_OK && (entry = readdir(handle));) {
         char dir[4096];
         bd_error fault;
         const bd_status status = bd_delta_find(deltas_dir, entry->d_name, dir, sizeof dir, &fault);
@@ -73,7 +76,7 @@ static bd_status read_deltas(planned *p, const char *deltas_dir, bd_error *err) 
             add_fault(&p->found, dir[0] ? dir : deltas_dir, &fault);
     }
     closedir(handle);
-    return BD_OK;
+    return parent;
 }
 
 static double mib(uint64_t bytes) {
@@ -125,6 +128,8 @@ static void write_text(const planned *p, bd_strbuf *b) {
                          p->found.count, (unsigned long long)p->found.pages,
                          bd_plural(p->found.pages), (unsigned long long)p->found.pages_max,
                          p->found.unreadable ? "; these cannot be read:" : "");
+    else if (p->found.looked)
+        bd_strbuf_puts(b, "deltas found: none\n");
     if (p->found.unreadable) bd_strbuf_append(b, p->found.faults.data, p->found.faults.len_bytes);
 }
 

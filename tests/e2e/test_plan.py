@@ -49,6 +49,14 @@ def test_refusal_names_the_sum():
     assert plan("--device-bytes", "30", "--slots", "0", "--base", "/no/such/model", status=1).stderr
 
 
+def test_a_directory_without_deltas_is_told(tmp_path):
+    """Nothing there, whole models there, and a delta where directories of deltas are meant."""
+    for folder in (tmp_path, "demo"):
+        assert plan("--deltas", folder).stdout.endswith("deltas found: none\n")
+    refused = plan("--deltas", "demo/deltas/zen-mini-sql", status=1)
+    assert "demo/deltas/zen-mini-sql is a delta itself; give the directory that it is in" in refused.stderr and not refused.stdout
+
+
 def test_unknown_memory_is_not_planned_for():
     """Of a device that does not answer only the least is known: KV of one context, or what was asked for."""
     done = plan("--backend", "cuda", "--json", status=None)

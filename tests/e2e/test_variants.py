@@ -507,7 +507,7 @@ def test_orders_of_clients_are_told_no_paths(launch, deltas):
         code = "invalid_value" if status == 400 else "model_not_found"
         message = error_of(adapter(server.url, "load", name, place), status, code, "lora_path")
         assert message == f"Loading the lora adapter '{name}' failed: {told}."
-        assert any("level=error" in line and str(deltas / place) in line for line in server.lines)
+        eventually(lambda: any("level=error" in line and str(deltas / place) in line for line in server.lines), what="the line of the fault")
         message = error_of(adapter(server.admin_url, "load", name, place), status, code, "lora_path")
         assert str(deltas / place) in message or place == "cut"
     # Nor where the directory of deltas is, by a path that only fits without it.
@@ -636,6 +636,15 @@ def test_told_before_the_base_is_loaded(flags, status, words):
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert run.returncode == status and all(word in run.stderr for word in words), run.stderr
     assert "mod=model" not in run.stderr and "listening" not in run.stderr, run.stderr
+
+
+def test_a_directory_without_deltas_is_told(launch, tmp_path):
+    server = launch(deltas=str(tmp_path))
+    said = f"no variants (no directory in {tmp_path} has a delta.json): the base is served alone"
+    eventually(lambda: any(said in line for line in server.lines), what="the line about no variants")
+    command = [BINARY, "serve", "--base", "demo/zen-mini", "--listen", "127.0.0.1:0", "--admin", "none", "--backend", "cpu"]
+    run = subprocess.run([*command, "--deltas", "demo/deltas/zen-mini-sql"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1 and "demo/deltas/zen-mini-sql is a delta itself" in run.stderr, run.stderr
 
 
 def test_a_command_not_known_has_no_help_of_its_own():

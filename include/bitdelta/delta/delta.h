@@ -60,6 +60,8 @@ const char *bd_variant_name_fault(const char *name);
 /* Whether an entry of a directory of deltas is looked at: what is hidden or was left by a killed
  * compress is not. */
 bool bd_delta_is_entry(const char *entry);
+/* BD_E_ARGUMENT: `dir`, where directories of deltas should be, is a delta itself. */
+BD_MUST_CHECK bd_status bd_delta_check_parent(const char *dir, bd_error *err);
 /* The directory that entry is, in `path` ("" if it has no room). BD_OK: it holds a delta.json;
  * BD_E_NOT_FOUND: it is no variant. Any other fault is for people: a variant that cannot be reached
  * is not silently left out. */
