@@ -536,7 +536,7 @@ static void print_case(const bench_case *c) {
     const double us = c->us[AS_SERVED];
     printf("%s,%s,%s,%u,%u,%u,%u,%.0f,%.1f,", c->what, all.name,
            all.shape.dtype == BD_DTYPE_F16 ? "fp16" : "bf16", all.count, c->seqs,
-           c->before + c->rows_each, c->variants, us, rows_of(c) * 1e6 / us);
+           c->before + (is_mixed(c) ? 1 : c->rows_each), c->variants, us, rows_of(c) * 1e6 / us);
     if (c->launched_us > 0) printf("%.0f", c->launched_us);
     if (c->us[TWICE] > 0)
         printf(",%.0f,%.0f,%.3f", c->us[BY_NCCL], c->us[TWICE], c->us[TWICE] / us - 1);
