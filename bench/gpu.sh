@@ -11,7 +11,7 @@
 #   choices        6     every choice of kernel for the linears of Llama-3.1-8B, beside what is chosen now and cuBLASLt
 #   linear         5     the linears as they are chosen, all shapes and rows
 #   model          4     whole steps of a model of 8B size, bf16 and fp16
-#   serving        6     a server over the demo's models and over files of the 8B shape: time to first token and between tokens, of the base
+#   serving        8     a server over the demo's models and over files of the 8B shape: time to first token and between tokens, of the base
 #                        and of variants in turn, and of a cold variant
 #   goldens        3     the goldens of transformers, bf16 and fp16
 #   attention      3     attention beside PyTorch's

@@ -41,6 +41,8 @@ esac
 source tests/lib.sh
 say "packages and build (2 to 4 minutes the first time)"
 install_packages build
+# With a GPU the compiler for it is found too, or fetched, so that the server uses it.
+if nvidia-smi >/dev/null 2>&1; then find_nvcc || echo "note: no nvcc: the server is built for the CPU alone" >&2; fi
 build_tree build -DBD_TESTS=OFF
 
 mkdir -p $run

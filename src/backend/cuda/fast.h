@@ -37,8 +37,7 @@ typedef struct cuda_group {
     uint16_t *y_data;
 } cuda_group;
 
-typedef struct cuda_fast_head { /* logits of more rows than the plain kernel reads the table once
-                                   for */
+typedef struct cuda_fast_head {
     bool fast;
     CUtensorMap w, x[X_BOX_COUNT];
 } cuda_fast_head;
