@@ -37,7 +37,8 @@
 #   1.  bench/gpu.sh unpack gpu.tar.xz && bench/gpu.sh tests choices
 #   2.  bench/gpu.sh sanitizers ncu
 #   3.  bench/gpu.sh model serving
-#   4.  tests/data/unpack.sh && bench/gpu.sh linear goldens attention, for tables to be kept
+#   4.  tests/data/unpack.sh && bench/gpu.sh linear goldens, for tables to be kept
+#   5.  bench/gpu.sh attention torch loads, the first two with PyTorch
 # and with two GPUs or more (tests/gpu/test_gpu_tp.c says what is looked at):
 #   1.  tests/data/unpack.sh && bench/gpu.sh unpack gpu.tar.xz && bench/gpu.sh ranks comm
 #   2.  bench/gpu.sh model_ranks split
