@@ -6,7 +6,7 @@
  * needs an sm_90 device; shapes 8B, 70B on 1, 2 and 8 ranks. Every figure is a CUDA-graph replay on
  * cold weights (rotated past the L2 cache), random data, both sides replayed in turn in the same
  * round; the median of the rounds. cuBLASLt: the fastest of its 8 heuristics. Ours: what the
- * backend would launch, the bit planes of x included. Rows are dealt evenly to the variants.
+ * backend would launch, what it makes of x included. Rows are dealt evenly to the variants.
  * Columns: shape, matrix ("layer": the sum), rows, variants, base_us, bitdelta_us, ratio, bound
  * (bytes or arithmetic: 1 + V/16 in decode, 1 in prefill), kernel. With BENCH_CHOICES=1 every
  * choice of kernel is timed too, each in a run of its own: rows "choice" of the table, its estimate

@@ -3,6 +3,7 @@
  *
  *   bench_gpu_split 8b|70b|small LAYERS cuda|cpu DIR [--deltas 6] [--rounds 5] [--hot 5]
  *       [--float32 1] [--loads 1] [--cached 1]
+ *   bench_gpu_split 8b|70b|small LAYERS files DIR [--deltas 6]      writes the files, no more
  *
  * DIR: where the base and deltas of two shards are written, of random values (about 40 GB for 16
  * layers of 70b), and removed at the end; --cached 1: the base through the page cache, else past
