@@ -34,6 +34,13 @@ bd_status bd_cuda_probe(char *why, size_t why_bytes) {
         snprintf(why, why_bytes, "device 0 has compute capability below 8.0");
         return BD_E_DEVICE;
     }
+    if (!cuda_built_for(BD_CUDA_ARCHITECTURES, properties.major, properties.minor)) {
+        snprintf(why, why_bytes,
+                 "device 0, %s, has compute capability %d.%d, and this build's code is for %s "
+                 "(CMAKE_CUDA_ARCHITECTURES)",
+                 properties.name, properties.major, properties.minor, BD_CUDA_ARCHITECTURES);
+        return BD_E_DEVICE;
+    }
     snprintf(why, why_bytes, "%s", properties.name);
     return BD_OK;
 }

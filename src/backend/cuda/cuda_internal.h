@@ -208,6 +208,8 @@ static inline bd_cuda *cuda_of(bd_backend *backend) {
 /* BD_OK or BD_E_DEVICE naming the operation and CUDA's text; marks the device lost on errors that
  * do not go away. */
 bd_status cuda_check(bd_cuda *cuda, cudaError_t error, const char *what, bd_error *err);
+/* architectures: CMAKE_CUDA_ARCHITECTURES, with spaces between. */
+bool cuda_built_for(const char *architectures, int major, int minor);
 
 void cuda_shape_from(const bd_model_config *config, cuda_shape *out);
 bd_status cuda_plan(const bd_backend_options *options, bd_memory_plan *plan, bd_error *err);
