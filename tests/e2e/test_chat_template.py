@@ -27,7 +27,7 @@ def answers_of(lines):
     sent = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     done = subprocess.run([RENDERER, "--lines"], input=sent.encode(), capture_output=True, cwd=ROOT, env={"TZ": "UTC"}, timeout=300)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
-    return [json.loads(line) for line in done.stdout.decode().splitlines()]
+    return [json.loads(line) for line in done.stdout.decode().rstrip("\n").split("\n")]
 
 
 def compare(lines, seed):
