@@ -56,6 +56,7 @@ __device__ __forceinline__ void planes_fill(Planes &p, const k_linear_args &a, c
     if (lane == 0) p.count = __popc(there);
 }
 
+// One long function: a step's x, in registers, meets W and every plane, whose sums stay there too. A tile has a segment a row at most.
 template <typename T, int GROUPS> __global__ void __launch_bounds__(128) linear_kernel(const k_linear_args a) {
     __shared__ float sums[4][GROUPS * 8][17];
     __shared__ Planes planes;
