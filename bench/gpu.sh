@@ -112,7 +112,7 @@ stage_tests() {
     for test in "$build"/tests/test_gpu_*; do
         [[ -x $test && $test != *.* && $test != *_ranks && $test != *_tp && $test != *_fast ]] && keep tests.txt 150 "$test"
     done
-    for kernels in gemm,decode lean rows; do # each by itself, so that one that hangs hides no other
+    for kernels in gemm decode lean rows; do # each by itself, so that one that hangs hides no other
         keep tests.txt 60 env BD_GPU_KERNELS=$kernels "$build/tests/test_gpu_fast"
     done
 }

@@ -107,7 +107,7 @@ template <typename T, int NT, Mode MODE> __global__ void __launch_bounds__(Shape
           for (int i = 0; i < a.burst; i++, w.next(a.stages)) mbar_wait(empty + 8 * w.at, w.phase);
           for (int i = 0; i < a.burst; i++, r.next(a.stages)) {
             mbar_expect(full + 8 * r.at, W_BYTES);
-            tma_load(base + r.at * S::STAGE, &a.w, (s + i) % (4 * per_tile) * 64, (s + i) / (4 * per_tile) * 128, full + 8 * r.at, SM90_EVICT_FIRST);
+            tma_load(base + r.at * S::STAGE, &a.w, (s + i) % (4 * per_tile) * 64, a.w_row + (s + i) / (4 * per_tile) * 128, full + 8 * r.at, SM90_EVICT_FIRST);
           }
         }
       }
@@ -279,7 +279,9 @@ template <typename T, int NT, Mode MODE> __global__ void __launch_bounds__(Shape
           if (t >= a.rows || n >= a.n) continue;
           const float* own = DELTA && a.slot[t] >= 0 ? a.overlays[a.columns[a.slot[t]]].bias : nullptr;
           const float* bias = own ? own : a.bias;
-          Y[(size_t)t * a.n + n] = (T)(bias ? d[i] + __ldg(bias + n) : d[i]);
+          const float v = bias ? d[i] + __ldg(bias + n) : d[i];
+          if (a.wide) a.wide[(size_t)t * a.wide_stride + n] = v;
+          else Y[(size_t)t * a.n + n] = (T)v;
         }
       }
     }

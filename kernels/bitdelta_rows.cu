@@ -141,7 +141,7 @@ template <typename T, int NT, int G, int GR> __global__ void __launch_bounds__(R
       prefetch_map(&a.w), prefetch_map(&a.x);
       const int cta = draw_ticket(a.ticket, gridDim.x);
       ticket = cta;
-      filled = w_begin(a.w, 0, base, full, empty, split_begin(units, cta, gridDim.x), split_begin(units, cta + 1, gridDim.x), per_tile, S::STAGES, S::BURST, 8);
+      filled = w_begin(a.w, a.w_row, base, full, empty, split_begin(units, cta, gridDim.x), split_begin(units, cta + 1, gridDim.x), per_tile, S::STAGES, S::BURST, 8);
     }
     __syncwarp();
   } else if (wg == 2 && warp == 1) {
@@ -186,7 +186,7 @@ template <typename T, int NT, int G, int GR> __global__ void __launch_bounds__(R
     static_assert(registers_fit(S::THREADS, S::REGS, S::OTHERS));
     reg_dec<S::OTHERS>();
     if (warp == 0) {
-      if (lane == 0) w_stream<true>(a.w, 0, base, full, empty, u0, u1, per_tile, S::STAGES, S::BURST, filled);
+      if (lane == 0) w_stream<true>(a.w, a.w_row, base, full, empty, u0, u1, per_tile, S::STAGES, S::BURST, filled);
     } else if (warp == 1) {
       if (lane == 0) bring_x<S>(a, x_tiles, digits, xfull, xempty, dfull, dempty, u0, u1);
     } else if (warp == 2 && lane == 0) {
@@ -338,6 +338,14 @@ template <typename T, int NT, int G, int GR> __global__ void __launch_bounds__(R
           }
         }
       }
+      if (a.wide) {
+#pragma unroll
+        for (int i = 0; i < NT / 2; i++) {
+          const int t = 8 * (i / 4) + 2 * q + (i & 1), n = row + 8 * (i >> 1 & 1);
+          if (t < a.rows && n < a.n) a.wide[(size_t)t * a.wide_stride + n] = d[i];
+        }
+        continue;
+      }
       T* Y = (T*)a.y + (size_t)a.first_row * a.n;
 #pragma unroll
       for (int i = 0; i < NT / 2; i += 2) {  // rows 2p, 2p + 1 of one column go together: lanes of even and odd row trade columns
@@ -395,7 +403,7 @@ extern "C" double k_rows_cost(int n, int k, int rows, int groups, int group_rows
 }
 
 extern "C" cudaError_t k_rows(const k_rows_args* a, cudaStream_t s) {
-  if (a->k % 256 || a->n % 8 || a->variants < 1 || a->variants > SLOTS_MAX || a->rows < 1 || a->rows > K_DECODE_ROWS || (a->group_rows != K_ROWS_SMALL && a->group_rows != K_ROWS_LARGE) ||
+  if (a->k % 256 || (a->n % 8 && !a->wide) || a->variants < 1 || a->variants > SLOTS_MAX || a->rows < 1 || a->rows > K_DECODE_ROWS || (a->group_rows != K_ROWS_SMALL && a->group_rows != K_ROWS_LARGE) ||
       !k_rows_takes(a->rows, a->group_count, a->group_rows))
     return cudaErrorInvalidValue;
   return a->fp16 ? launch_groups<__half>(*a, s) : launch_groups<__nv_bfloat16>(*a, s);

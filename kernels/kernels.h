@@ -96,8 +96,8 @@ typedef struct k_decode_args {
     const int32_t *slot;    /* [rows] slot of each row, -1: base; apart from the -1s they start at 0 and rise by at most 1 a row */
     const float *bias;      /* base's [n], may be NULL */
     void *y;                /* [rows, n] */
-    float *wide;            /* the lean one's: NULL, or in place of y: [rows, wide_stride] float32, of any n */
-    int32_t wide_stride, w_row; /* the lean one's too; w_row: where in w's map W begins */
+    float *wide;            /* NULL, or in place of y: [rows, wide_stride] float32, of any n */
+    int32_t wide_stride, w_row; /* w_row: where in w's map W begins */
     unsigned long long *workspace; /* k_decode_workspace_bytes(); the first _zeros() are zero before the first call and left zero */
     unsigned *ticket;       /* zero before the first call, left zero; not shared by launches that may overlap */
     int32_t rows, n, k, variants, sm_count;
@@ -149,6 +149,8 @@ typedef struct k_rows_args {
                                   rising order, and every row is in one */
     const float *bias;         /* base's [n], may be NULL */
     void *y;                   /* [.., n]; rows from first_row on */
+    float *wide;               /* NULL, or in place of y: [rows, wide_stride] float32, of any n, its first row first_row's */
+    int32_t wide_stride, w_row; /* as k_decode_args' */
     unsigned long long *workspace; /* as k_decode_args' */
     unsigned *ticket;
     int32_t group_rows;        /* K_ROWS_SMALL or K_ROWS_LARGE */
@@ -156,7 +158,7 @@ typedef struct k_rows_args {
     bool fp16;
     int32_t pdl;               /* as k_gemm_args' */
 } k_rows_args;
-/* 1 <= variants <= 16; k % 256 == 0, n % 8 == 0; groups as k_rows_takes. */
+/* 1 <= variants <= 16; k % 256 == 0, n % 8 == 0 where y is not wide; groups as k_rows_takes. */
 cudaError_t k_rows(const k_rows_args *args, cudaStream_t stream);
 /* Whether groups of at most `group_rows` rows may be so many. */
 bool k_rows_takes(int rows, int groups, int group_rows);

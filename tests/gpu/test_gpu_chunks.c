@@ -64,23 +64,23 @@ static void free_step(made_step *m) {
     free(m->cuda);
 }
 
-/* What there would be of either kind. */
-static void count_groups(const made_step *m, const cuda_chunk *chunk, uint32_t groups[2]) {
+/* What there would be of either kind. overlay: of each row. */
+static void count_groups(const int32_t *overlay, const cuda_chunk *chunk, uint32_t groups[2]) {
     const uint32_t end = chunk->first_row + chunk->rows;
     groups[0] = groups[1] = 0;
     for (uint32_t first = chunk->first_row, stop; first < end; first = stop) {
-        for (stop = first + 1; stop < end && m->overlay[stop] == m->overlay[first];) stop++;
+        for (stop = first + 1; stop < end && overlay[stop] == overlay[first];) stop++;
         for (int large = 0; large < 2; large++) {
             const uint32_t most = large ? K_ROWS_LARGE : K_ROWS_SMALL;
-            groups[large] += m->overlay[first] < 0 ? 1 : (stop - first + most - 1) / most;
+            groups[large] += overlay[first] < 0 ? 1 : (stop - first + most - 1) / most;
         }
     }
 }
 
 /* Groups of the chunk: its rows in order, each group of one variant and no larger than it may be, the base's runs whole. */
-static void check_groups(const made_step *m, const cuda_chunk *chunk, const k_gemm_tile *groups, const int32_t *columns) {
+static void check_groups(const int32_t *overlay, const cuda_chunk *chunk, const k_gemm_tile *groups, const int32_t *columns) {
     uint32_t row = chunk->first_row, runs[2];
-    count_groups(m, chunk, runs);
+    count_groups(overlay, chunk, runs);
     const bool large = runs[1] < runs[0] && k_rows_takes((int)chunk->rows, (int)runs[1], K_ROWS_LARGE);
     assert_true(k_rows_takes((int)chunk->rows, (int)chunk->groups, (int)chunk->group_rows));
     assert_int_equal(chunk->group_rows, large ? K_ROWS_LARGE : K_ROWS_SMALL);
@@ -91,9 +91,39 @@ static void check_groups(const made_step *m, const cuda_chunk *chunk, const k_ge
         assert_true(group->m1 > group->m0);
         assert_true(group->variant >= -1 && group->variant < (int32_t)chunk->slots);
         if (group->variant >= 0) assert_true(group->m1 - group->m0 <= (int32_t)chunk->group_rows);
-        for (; row < (uint32_t)group->m1; row++) assert_int_equal(m->overlay[row], group->variant < 0 ? -1 : columns[group->variant]);
+        for (; row < (uint32_t)group->m1; row++) assert_int_equal(overlay[row], group->variant < 0 ? -1 : columns[group->variant]);
     }
     assert_int_equal(row, chunk->first_row + chunk->rows);
+}
+
+/* Rows [first_row, end_row) in chunks, none of which could have had one more. */
+static void check_chunks(const int32_t *overlay, const cuda_chunks *chunks, uint32_t first_row, uint32_t end_row, bool grouped) {
+    uint32_t row = first_row;
+    uint64_t digits = 0;
+    assert_true(chunks->count <= CUDA_CHUNKS_MAX && chunks->count <= K_DIGITS_CHUNKS);
+    for (uint32_t c = 0; c < chunks->count; c++) {
+        const cuda_chunk *chunk = &chunks->at[c];
+        const int32_t *columns = chunks->columns + chunk->first_slot, *slots = chunks->slot + chunk->slot_at;
+        assert_int_equal(chunk->first_row, row);
+        assert_int_equal(chunk->slot_at, row - first_row);
+        assert_true(chunk->rows >= 1 && chunk->rows <= K_DECODE_ROWS && chunk->slots <= 16);
+        uint32_t groups[2];
+        int32_t highest = -1;
+        count_groups(overlay, chunk, groups);
+        assert_true(groups[0] <= K_ROWS_GROUPS);
+        if (c + 1 < chunks->count) assert_true(chunk->rows == K_DECODE_ROWS || chunk->slots == 16 || groups[0] == K_ROWS_GROUPS);
+        for (uint32_t i = 0; i < chunk->rows; i++, row++) { /* slots rise, and a variant's signs come once */
+            if (overlay[row] >= 0 && (highest < 0 || columns[highest] != overlay[row])) highest++;
+            assert_int_equal(slots[i], overlay[row] < 0 ? -1 : highest);
+            if (slots[i] >= 0) assert_int_equal(columns[slots[i]], overlay[row]);
+        }
+        assert_int_equal(chunk->slots, highest + 1);
+        if (grouped && chunk->slots) check_groups(overlay, chunk, chunks->groups, columns);
+        else assert_int_equal(chunk->groups, 0);
+        digits += k_digits_bytes((int)chunk->rows, 256);
+    }
+    assert_int_equal(row, end_row);
+    assert_true(digits <= CUDA_DIGIT_ROWS / 32 * k_digits_bytes(32, 256)); /* what memory.c reserves */
 }
 
 /* The tiles are of every row once, of one segment each, in order. */
@@ -129,7 +159,7 @@ static cuda_chunk longest_chunk(const made_step *m, uint32_t row) {
         uint32_t groups[2];
         const uint32_t last = row + longer.rows++;
         if (m->overlay[last] >= 0 && (last == row || m->overlay[last] != m->overlay[last - 1])) longer.slots++;
-        count_groups(m, &longer, groups);
+        count_groups(m->overlay, &longer, groups);
         if (longer.rows > K_DECODE_ROWS || longer.slots > 16 || groups[0] > K_ROWS_GROUPS) break;
         const bool large = groups[1] < groups[0] && k_rows_takes((int)longer.rows, (int)groups[1], K_ROWS_LARGE);
         longer.groups = longer.slots && m->step.row_count > CUDA_DECODE_ONLY_ROWS ? groups[large] : 0;
@@ -168,7 +198,7 @@ static double step_cost(const made_step *m, uint32_t from) {
 static void check_least(const made_step *m, const cuda_fast_step *d) {
     double cost = 0;
     for (uint32_t g = 0; g < CUDA_GROUPS; g++) cost += (double)d->ways[g].cost_us;
-    const uint32_t rows = m->step.row_count, count = m->step.segment_count, from = d->chunk_count ? d->chunks[0].first_row : rows;
+    const uint32_t rows = m->step.row_count, count = m->step.segment_count, from = d->chunks.count ? d->chunks.at[0].first_row : rows;
     uint32_t at = 0;
     while (at < count && m->segments[at].first_row < from) at++;
     assert_true(fabs(cost - step_cost(m, at)) <= 2e-3 * cost);
@@ -179,7 +209,7 @@ static void check_least(const made_step *m, const cuda_fast_step *d) {
 
 /* Every group's rows are taken once: by as many tiles as reach to where the chunks begin, or to the end. */
 static void check_ways(const made_step *m, const cuda_fast_step *d) {
-    const uint32_t rows = m->step.row_count, chunked_from = d->chunk_count ? d->chunks[0].first_row : rows;
+    const uint32_t rows = m->step.row_count, chunked_from = d->chunks.count ? d->chunks.at[0].first_row : rows;
     for (uint32_t g = 0; g < CUDA_GROUPS; g++) {
         const cuda_way *way = &d->ways[g];
         uint32_t end = 0;
@@ -187,7 +217,7 @@ static void check_ways(const made_step *m, const cuda_fast_step *d) {
         for (uint32_t i = 0; i < way->tile_count; i++) end = (uint32_t)d->tiles[way->tile][i].m1, delta |= d->tiles[way->tile][i].variant >= 0;
         assert_int_equal(end, way->chunked ? chunked_from : rows);
         if (end) assert_int_equal(way->delta, delta);
-        if (way->chunked) assert_true(d->chunk_count > 0);
+        if (way->chunked) assert_true(d->chunks.count > 0);
         kinds[(end > 0) + 2 * (way->chunked > 0)]++;
     }
     /* Decode's are all rows of a small step, or segments at the end, each short. */
@@ -223,50 +253,15 @@ static void check_step(uint32_t rows, uint32_t runs) {
     m.step.segments = m.segments;
     fill(&m);
     const cuda_fast_step *d = &m.cuda->fast_step;
-    const uint32_t first_row = d->chunk_count ? d->chunks[0].first_row : rows;
-    uint32_t row = first_row;
-    uint64_t digits = 0;
-    assert_true(d->chunk_count <= CUDA_CHUNKS_MAX && d->chunk_count <= K_DIGITS_CHUNKS);
-    for (uint32_t c = 0; c < d->chunk_count; c++) {
-        const cuda_chunk *chunk = &d->chunks[c];
-        const int32_t *columns = d->columns + chunk->first_slot;
-        assert_int_equal(chunk->first_row, row);
-        assert_true(chunk->rows >= 1 && chunk->rows <= K_DECODE_ROWS && chunk->slots <= 16);
-        uint32_t groups[2];
-        count_groups(&m, chunk, groups);
-        assert_true(groups[0] <= K_ROWS_GROUPS);
-        if (c + 1 < d->chunk_count) assert_true(chunk->rows == K_DECODE_ROWS || chunk->slots == 16 || groups[0] == K_ROWS_GROUPS);
-        for (uint32_t end = row + chunk->rows; row < end; row++) {
-            const int32_t slot = d->slot[row - first_row];
-            assert_true(slot >= -1 && slot < (int32_t)chunk->slots);
-            assert_int_equal(slot < 0 ? -1 : columns[slot], m.overlay[row]);
-        }
-        if (rows > CUDA_DECODE_ONLY_ROWS && chunk->slots) check_groups(&m, chunk, d->chunk_groups, columns);
-        else assert_int_equal(chunk->groups, 0);
-        digits += k_digits_bytes((int)chunk->rows, 256);
-    }
-    assert_int_equal(row, rows);
-    assert_true(digits <= CUDA_DIGIT_ROWS / 32 * k_digits_bytes(32, 256)); /* what memory.c reserves */
+    const uint32_t first_row = d->chunks.count ? d->chunks.at[0].first_row : rows;
+    check_chunks(m.overlay, &d->chunks, first_row, rows, rows > CUDA_DECODE_ONLY_ROWS);
     check_ways(&m, d);
     if (rows > CUDA_DECODE_ONLY_ROWS) check_tiles(&m, d), check_least(&m, d);
-    else assert_true(d->chunk_count > 0 && first_row == 0);
+    else assert_true(d->chunks.count > 0 && first_row == 0);
     free_step(&m);
 }
 
-static uint32_t head_ways[3]; /* heads seen: the plain kernel's, tiles, a chunk */
-
-/* Slots rise with the variants, all are there, and each is its row's: what the kernel asks for. */
-static void check_head_slots(const made_step *m, const bd_logits_row *logits, const cuda_head_step *d) {
-    int32_t highest = -1, last = -1;
-    for (uint32_t i = 0; i < d->chunk.rows; i++) {
-        const int32_t slot = d->slot[i], overlay = m->overlay[logits[i].row];
-        assert_int_equal(slot < 0 ? -1 : d->columns[slot], overlay);
-        if (slot < 0) continue;
-        assert_int_equal(slot, overlay == last ? highest : highest + 1); /* its signs come once */
-        highest = slot, last = overlay;
-    }
-    if (d->chunk.rows) assert_int_equal(d->chunk.slots, highest + 1);
-}
+static uint32_t head_ways[4]; /* heads seen: the plain kernel's, tiles, one chunk, several */
 
 static void check_head_tiles(const cuda_head_step *d, uint32_t count) {
     for (uint32_t t = 0; t < CUDA_TILES; t++) {
@@ -301,24 +296,25 @@ static void check_head(uint32_t rows, uint32_t runs, uint32_t heads) {
         plain = plain && !own;
     }
     const uint64_t share = 1 + test_next() % 20;
+    int32_t overlay[ROWS_MAX]; /* of each row of logits */
     for (uint32_t row = 0; row < rows; row++)
-        if (test_next() % share == 0) logits[m.step.logits_row_count++] = (bd_logits_row){.row = row, .target = -1};
+        if (test_next() % share == 0) overlay[m.step.logits_row_count] = m.overlay[row], logits[m.step.logits_row_count++] = (bd_logits_row){.row = row, .target = -1};
     const uint32_t count = m.step.logits_row_count;
     assert_true(cuda_fast_head_fill(m.cuda, &m.step));
     const cuda_head_step *d = &m.cuda->fast_step.head;
-    assert_int_equal(d->usable, count > 0 && (count <= K_LEAN_ROWS || plain));
-    assert_int_equal(d->chunk.rows, d->usable && count <= K_LEAN_ROWS ? count : 0);
-    check_head_slots(&m, logits, d);
-    check_head_tiles(d, d->usable && count > K_LEAN_ROWS ? count : 0);
-    head_ways[d->usable ? 1 + (d->chunk.rows > 0) : 0]++;
+    const bool tiles = plain && count > K_LEAN_ROWS, chunks = !tiles && count > 0 && count <= CUDA_DECODE_ROWS_MAX;
+    assert_int_equal(d->usable, tiles || chunks);
+    check_chunks(overlay, &d->chunks, 0, chunks ? count : 0, count > K_LEAN_ROWS);
+    check_head_tiles(d, tiles ? count : 0);
+    head_ways[tiles ? 1 : chunks ? 2 + (d->chunks.count > 1) : 0]++;
     free_step(&m);
 }
 
 static void test_heads(void **state) {
     (void)state;
     for (int i = 0; i < 20000; i++) check_head(1 + (uint32_t)(test_next() % (i % 2 ? 40 : ROWS_MAX)), 1 + (uint32_t)(test_next() % 40), (uint32_t)(test_next() % 4));
-    printf("heads by the plain kernel %u, tiles %u, a chunk %u\n", head_ways[0], head_ways[1], head_ways[2]);
-    assert_true(head_ways[0] > 1000 && head_ways[1] > 1000 && head_ways[2] > 1000);
+    printf("heads by the plain kernel %u, tiles %u, one chunk %u, several %u\n", head_ways[0], head_ways[1], head_ways[2], head_ways[3]);
+    for (int i = 0; i < 4; i++) assert_true(head_ways[i] > 100);
 }
 
 static void test_random_steps(void **state) {

@@ -6,6 +6,8 @@
 #include "../../src/backend/cuda/cuda_internal.h"
 #include "gpu_model.h"
 
+enum { SEQS_MAX = 150 };
+
 static const gpu_shape small = {.hidden = 512, .layers = 3, .heads = 8, .kv_heads = 2, .head_dim = 64, .ffn = 1024, .vocab = 1003, .variants = 5, .rows = 512, .seqs = 64, .len = 2048,
                                 .blocks = 4096};
 
@@ -94,13 +96,14 @@ static void precision(gpu_shape shape, uint32_t seqs, const gpu_seq *list, uint3
         s.kernels = i / 2 ? BD_KERNELS_AUTO : BD_KERNELS_PLAIN;
         s.dtype = i % 2 ? BD_DTYPE_BF16 : BD_DTYPE_F16;
         gpu_model *m = gpu_model_open(s, false);
-        bd_token_result results[64];
+        bd_token_result results[SEQS_MAX];
         gpu_batch *b = gpu_batch_of(m, seqs, list, variants);
         run(m, &b->step, results);
         bool some = false;
         const cuda_fast_step *d = &((bd_cuda *)m->backend)->fast_step;
         for (int g = 0; g < 4; g++) some = some || (d->ways[g].tile_count > 0 && d->ways[g].chunked);
         if (i / 2 && parts >= 0) assert_int_equal(some, parts);
+        if (i / 2) assert_int_equal(d->head.usable, s.vocab % 8 == 0);
         logits[i] = logits_of(m, seqs);
         gpu_batch_free(b);
         gpu_model_close(m);
@@ -124,21 +127,21 @@ static void test_precision(void **state) {
     }
 }
 
-/* Prompts of two variants beside short ones of all and of the base, as many as make a chunk and many chunks. */
-/* Heads of the variants' own, in blocks of odd sizes: as few rows as decode's kernels take, and more. */
+/* Heads of the variants' own, in blocks of odd sizes: as few rows as the lean kernel takes, and more, in one launch and in several. */
 static void test_precision_of_heads(void **state) {
     (void)state;
-    static const uint32_t seqs[] = {1, 8, 15, 16, 40, 60}, base[] = {0, 2, 0, 9, 3, 33};
+    static const uint32_t seqs[] = {1, 8, 15, 16, 40, 60, 64, 19, SEQS_MAX}, base[] = {0, 2, 0, 9, 3, 33, 0, 0, 70};
     gpu_shape s = small;
-    s.vocab = 1008;
-    for (int i = 0; i < 6; i++) {
-        gpu_seq list[64];
+    s.vocab = 1008, s.seqs = SEQS_MAX;
+    for (int i = 0; i < 9; i++) {
+        gpu_seq list[SEQS_MAX];
         for (uint32_t q = 0; q < seqs[i]; q++) list[q] = (gpu_seq){1 + (uint32_t)(test_next() % 3), 0, q < base[i] ? -1 : (int32_t)((q - base[i]) * 5 / (seqs[i] - base[i]))};
         s.head_rows = i % 2 ? 256 : 261 + (uint32_t)(test_next() % 500);
         precision(s, seqs[i], list, 5, -1);
     }
 }
 
+/* Prompts of two variants beside short ones of all and of the base, as many as make a chunk and many chunks. */
 static void test_precision_of_parts(void **state) {
     (void)state;
     static const uint32_t shorts[] = {5, 12, 24};

@@ -84,15 +84,16 @@ typedef struct few_rows {
     uint16_t *y; /* NULL: wide */
     float *wide;
     uint32_t n, k, w_row, wide_stride;
-    const cuda_chunk *chunks;
-    uint32_t chunk_count;
-    const int32_t *columns, *slot;
-    const k_gemm_tile *groups;
+    const cuda_chunks *chunks;
     uint32_t by_rows; /* bit c: chunk c is the rows kernel's */
 } few_rows;
 
 static const CUtensorMap *box_of(const few_rows *l, const cuda_chunk *chunk) {
     return &l->x[k_decode_tokens((int)chunk->rows) == 64 ? X_BOX_64 : X_BOX_32];
+}
+
+static float *wide_of(const few_rows *l, const cuda_chunk *chunk) {
+    return l->wide ? l->wide + (size_t)chunk->first_row * l->wide_stride : NULL;
 }
 
 static bd_status decode(bd_cuda *cuda, const few_rows *l, const cuda_chunk *chunk, bd_error *err) {
@@ -105,38 +106,38 @@ static bd_status decode(bd_cuda *cuda, const few_rows *l, const cuda_chunk *chun
         const bd_status s = cuda_check(cuda, error, "bit planes", err);
         if (s != BD_OK) return s;
     }
-    const k_decode_args args = {
-        .w = *l->w,
-        .x = *box_of(l, chunk),
-        .w_data = l->w_data,
-        .x_data = x,
-        .first_row = (int32_t)chunk->first_row,
-        .planes = fast->planes,
-        .overlays = l->overlays,
-        .columns = l->columns + chunk->first_slot,
-        .slot = l->slot + chunk->slot_at,
-        .bias = l->bias,
-        .y = l->y ? l->y + (size_t)chunk->first_row * l->n : NULL,
-        .wide = l->wide ? l->wide + (size_t)chunk->first_row * l->wide_stride : NULL,
-        .wide_stride = (int32_t)l->wide_stride,
-        .w_row = (int32_t)l->w_row,
-        .workspace = fast->workspace,
-        .ticket = &fast->tickets[fast->next_ticket++ % CUDA_TICKETS],
-        .rows = (int32_t)chunk->rows,
-        .n = (int32_t)l->n,
-        .k = (int32_t)l->k,
-        .variants = (int32_t)chunk->slots,
-        .sm_count = fast->sm_count,
-        .fp16 = cuda->fp16,
-        .pdl = 1};
+    const k_decode_args args = {.w = *l->w,
+                                .x = *box_of(l, chunk),
+                                .w_data = l->w_data,
+                                .x_data = x,
+                                .first_row = (int32_t)chunk->first_row,
+                                .planes = fast->planes,
+                                .overlays = l->overlays,
+                                .columns = l->chunks->columns + chunk->first_slot,
+                                .slot = l->chunks->slot + chunk->slot_at,
+                                .bias = l->bias,
+                                .y = l->y ? l->y + (size_t)chunk->first_row * l->n : NULL,
+                                .wide = wide_of(l, chunk),
+                                .wide_stride = (int32_t)l->wide_stride,
+                                .w_row = (int32_t)l->w_row,
+                                .workspace = fast->workspace,
+                                .ticket = &fast->tickets[fast->next_ticket++ % CUDA_TICKETS],
+                                .rows = (int32_t)chunk->rows,
+                                .n = (int32_t)l->n,
+                                .k = (int32_t)l->k,
+                                .variants = (int32_t)chunk->slots,
+                                .sm_count = fast->sm_count,
+                                .fp16 = cuda->fp16,
+                                .pdl = 1};
     return cuda_check(cuda, (lean ? k_decode_lean : k_decode)(&args, cuda->stream), l->what, err);
 }
 
 _Static_assert(CUDA_CHUNKS_MAX <= K_DIGITS_CHUNKS, "one launch makes the digits of all chunks");
 _Static_assert(CUDA_CHUNKS_MAX <= 32, "a bit a chunk");
 
-/* What the rows kernel takes of x, of all chunks that are its; at[]: where each chunk's begin. */
-static bd_status digits(bd_cuda *cuda, const few_rows *l, uint64_t at[CUDA_CHUNKS_MAX],
+/* Which chunks are the rows kernel's, by W [n, k], and what it takes of their x; at[]: where each
+ * chunk's begin. */
+static bd_status digits(bd_cuda *cuda, few_rows *l, uint32_t n, uint64_t at[CUDA_CHUNKS_MAX],
                         bd_error *err) {
     k_digits_args args = {.x = l->x_data,
                           .digits = cuda->fast.digits,
@@ -144,9 +145,10 @@ static bd_status digits(bd_cuda *cuda, const few_rows *l, uint64_t at[CUDA_CHUNK
                           .fp16 = cuda->fp16,
                           .pdl = 1};
     uint64_t bytes = 0;
-    for (uint32_t c = 0; c < l->chunk_count; c++) {
-        const cuda_chunk *chunk = &l->chunks[c];
-        if (!(l->by_rows >> c & 1)) continue;
+    for (uint32_t c = 0; c < l->chunks->count; c++) {
+        const cuda_chunk *chunk = &l->chunks->at[c];
+        if (!cuda_fast_takes_rows(&cuda->fast, n, l->k, chunk)) continue;
+        l->by_rows |= 1u << c;
         at[c] = bytes;
         args.chunks[args.chunk_count++] =
             (k_digits_chunk){(int32_t)chunk->first_row, (int32_t)chunk->rows, bytes};
@@ -164,10 +166,13 @@ static bd_status rows(bd_cuda *cuda, const few_rows *l, const cuda_chunk *chunk,
                               .digits = fast->digits + digits_at,
                               .w_data = l->w_data,
                               .overlays = l->overlays,
-                              .columns = l->columns + chunk->first_slot,
-                              .groups = l->groups + chunk->first_group,
+                              .columns = l->chunks->columns + chunk->first_slot,
+                              .groups = l->chunks->groups + chunk->first_group,
                               .bias = l->bias,
                               .y = l->y,
+                              .wide = wide_of(l, chunk),
+                              .wide_stride = (int32_t)l->wide_stride,
+                              .w_row = (int32_t)l->w_row,
                               .workspace = fast->workspace,
                               .ticket = &fast->tickets[fast->next_ticket++ % CUDA_TICKETS],
                               .group_rows = (int32_t)chunk->group_rows,
@@ -187,9 +192,9 @@ static bd_status rows(bd_cuda *cuda, const few_rows *l, const cuda_chunk *chunk,
 static bd_status launch_chunks(bd_cuda *cuda, const few_rows *l, const uint64_t at[CUDA_CHUNKS_MAX],
                                bd_error *err) {
     bd_status s = BD_OK;
-    for (uint32_t c = 0; s == BD_OK && c < l->chunk_count; c++)
-        s = l->by_rows >> c & 1 ? rows(cuda, l, &l->chunks[c], at[c], err)
-                                : decode(cuda, l, &l->chunks[c], err);
+    for (uint32_t c = 0; s == BD_OK && c < l->chunks->count; c++)
+        s = l->by_rows >> c & 1 ? rows(cuda, l, &l->chunks->at[c], at[c], err)
+                                : decode(cuda, l, &l->chunks->at[c], err);
     return s;
 }
 
@@ -223,15 +228,15 @@ bd_status cuda_fast_head_run(bd_cuda *cuda, float *logits, bd_error *err) {
     const cuda_step *step = &cuda->step;
     const uint32_t hidden = cuda->shape.hidden, vocab = cuda->shape.vocab;
     if (d->tile_count[0]) return head_tiles(cuda, logits, err);
-    bd_status s = BD_OK;
     few_rows l = {.what = "head",
                   .w = &cuda->fast.head.w,
                   .x = cuda->fast.head.x,
                   .x_data = cuda->head_in,
                   .k = hidden,
                   .wide_stride = cuda->head_stride,
-                  .columns = d->columns,
-                  .slot = d->slot};
+                  .chunks = &d->chunks};
+    uint64_t at[CUDA_CHUNKS_MAX];
+    bd_status s = digits(cuda, &l, step->block_rows, at, err);
     for (uint32_t b = 0; s == BD_OK && b < step->block_count; b++) {
         l.w_row = b * step->block_rows;
         l.n = vocab - l.w_row < step->block_rows ? vocab - l.w_row : step->block_rows;
@@ -240,7 +245,7 @@ bd_status cuda_fast_head_run(bd_cuda *cuda, float *logits, bd_error *err) {
         l.overlays =
             step->linears + (size_t)(cuda->shape.layers * BD_LINEAR_COUNT + step->block_count + b) *
                                 step->overlay_count;
-        s = decode(cuda, &l, &d->chunk, err);
+        s = launch_chunks(cuda, &l, at, err);
     }
     return s;
 }
@@ -288,15 +293,9 @@ static bd_status chunked(bd_cuda *cuda, uint32_t layer, bd_group group, bd_error
                   .y = g->y_data,
                   .n = g->n,
                   .k = g->k,
-                  .chunks = d->chunks,
-                  .chunk_count = d->chunk_count,
-                  .columns = d->columns,
-                  .slot = d->slot,
-                  .groups = d->chunk_groups};
-    for (uint32_t c = 0; c < d->chunk_count; c++)
-        if (cuda_fast_takes_rows(fast, g, &d->chunks[c])) l.by_rows |= 1u << c;
+                  .chunks = &d->chunks};
     uint64_t at[CUDA_CHUNKS_MAX];
-    const bd_status s = digits(cuda, &l, at, err);
+    const bd_status s = digits(cuda, &l, g->n, at, err);
     return s == BD_OK ? launch_chunks(cuda, &l, at, err) : s;
 }
 

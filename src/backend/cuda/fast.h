@@ -69,13 +69,20 @@ typedef struct cuda_way {             /* without padding: see cuda_fast_step_fil
     float cost_us;                    /* as estimated */
 } cuda_way;
 
-/* Of rows of logits: tiles where the base's table makes them all, or one chunk of few. */
+typedef struct cuda_chunks {
+    const int32_t *columns, *slot; /* overlay column of each slot; slot in its chunk of each row
+                                      from the first chunk's on */
+    const k_gemm_tile *groups;
+    uint32_t count, unused;
+    cuda_chunk at[CUDA_CHUNKS_MAX];
+} cuda_chunks;
+
+/* Of rows of logits: tiles where the base's table makes them all, or chunks. */
 typedef struct cuda_head_step {
     uint32_t usable, unused; /* usable: else the head is the plain kernel's */
     const k_gemm_tile *tiles[CUDA_TILES];
     uint32_t tile_count[CUDA_TILES];
-    cuda_chunk chunk;
-    const int32_t *columns, *slot;
+    cuda_chunks chunks;
 } cuda_head_step;
 
 /* Device pointers of the step's lists, in the upload. */
@@ -83,11 +90,7 @@ typedef struct cuda_fast_step {
     bool usable; /* at most one plane, fused planes adjacent */
     cuda_way ways[CUDA_GROUPS];
     const k_gemm_tile *tiles[CUDA_TILES]; /* of all rows; none where decode takes every row */
-    const int32_t *columns, *slot;        /* overlay column of each slot; slot in its chunk of each
-                                             row from the first chunk's on */
-    cuda_chunk chunks[CUDA_CHUNKS_MAX];   /* of the rows at the step's end, of all or of none */
-    uint32_t chunk_count;
-    const k_gemm_tile *chunk_groups;
+    cuda_chunks chunks;                   /* of the rows at the step's end, of all or of none */
     cuda_head_step head;
 } cuda_fast_step;
 
@@ -104,8 +107,20 @@ bd_status cuda_fast_linear(struct bd_cuda *cuda, uint32_t layer, bd_group group,
 /* The tiles that take least for W [n, k] where there are tile_count of each size. */
 cuda_way cuda_fast_tile(const cuda_fast *fast, uint32_t n, uint32_t k,
                         const uint32_t tile_count[CUDA_TILES]);
-/* Whether the rows kernel takes the chunk, else decode's. */
-bool cuda_fast_takes_rows(const cuda_fast *fast, const cuda_group *group, const cuda_chunk *chunk);
+typedef struct cuda_chunk_lists { /* on the host, in the upload, for as many rows as there may be */
+    int32_t *columns, *slot;
+    k_gemm_tile *groups;
+} cuda_chunk_lists;
+/* false: the upload is full. */
+bool cuda_fast_lists_reserve(struct bd_cuda *cuda, uint32_t rows, cuda_chunks *out,
+                             cuda_chunk_lists *lists);
+/* The rows of `count` segments, which lie together, in chunks of K_DECODE_ROWS at most, and in each
+ * the runs of one variant as its slots; of more small groups than the rows kernel takes there are
+ * two chunks. grouped: for that kernel too. Replaces what was there. */
+void cuda_fast_chunks_fill(const bd_segment *segments, uint32_t count, bool grouped,
+                           const cuda_chunk_lists *lists, cuda_chunks *out);
+/* Whether the rows kernel takes the chunk of W [n, k], else decode's. */
+bool cuda_fast_takes_rows(const cuda_fast *fast, uint32_t n, uint32_t k, const cuda_chunk *chunk);
 
 /* fast_head.c. As cuda_fast_step_fill, of the head. */
 bool cuda_fast_head_fill(struct bd_cuda *cuda, const bd_step *step);

@@ -1,5 +1,6 @@
-/* fast_head.c - which kernel makes the rows of logits: of few rows decode's, block by block of the
- * variants' pages; of many that the base's table alone makes, prefill's; else the plain one. */
+/* fast_head.c - which kernel makes the rows of logits: decode's and the rows kernel, block by block
+ * of the variants' pages; of more than a few that the base's table alone makes, prefill's; of very
+ * many the plain one. */
 #include "cuda_internal.h"
 #include "fast.h"
 
@@ -29,36 +30,41 @@ static bool tiles_fill(bd_cuda *cuda, uint32_t rows, cuda_head_step *d) {
     return true;
 }
 
-/* Variants are told apart even where none has a head of its own, so that a step's launches do not
- * tell which have, and one recording does for all. */
-static bool chunk_fill(bd_cuda *cuda, const bd_step *step, cuda_head_step *d) {
-    const uint32_t rows = step->logits_row_count;
-    int32_t *columns = cuda_upload_reserve(cuda, rows, sizeof *columns, (const void **)&d->columns);
-    int32_t *slot = cuda_upload_reserve(cuda, rows, sizeof *slot, (const void **)&d->slot);
-    if (!columns || !slot) return false;
-    uint32_t segment = 0;
-    int32_t last = -1; /* the variant before, the base's rows passed over */
-    for (uint32_t i = 0; i < rows; i++) {
+/* Runs of logits rows of one variant. Variants are told apart even where none has a head of its
+ * own, so that a step's launches do not tell which have, and one recording does for all. */
+static uint32_t runs_of(const bd_step *step, bd_segment runs[CUDA_DECODE_ROWS_MAX]) {
+    uint32_t count = 0, segment = 0;
+    for (uint32_t i = 0; i < step->logits_row_count; i++) {
         const uint32_t row = step->logits_rows[i].row;
         while (segment + 1 < step->segment_count && row >= step->segments[segment + 1].first_row)
             segment++;
         while (row < step->segments[segment].first_row)
             segment--;
         const int32_t overlay = step->segments[segment].overlay;
-        if (overlay >= 0 && overlay != last) columns[d->chunk.slots++] = last = overlay;
-        slot[i] = overlay < 0 ? -1 : (int32_t)d->chunk.slots - 1;
+        if (count && runs[count - 1].overlay == overlay)
+            runs[count - 1].row_count++;
+        else
+            runs[count++] = (bd_segment){overlay, i, 1};
     }
-    d->chunk.rows = rows;
+    return count;
+}
+
+static bool chunks_fill(bd_cuda *cuda, const bd_step *step, cuda_head_step *d) {
+    bd_segment runs[CUDA_DECODE_ROWS_MAX];
+    cuda_chunk_lists lists;
+    const uint32_t rows = step->logits_row_count;
+    if (!cuda_fast_lists_reserve(cuda, rows, &d->chunks, &lists)) return false;
+    cuda_fast_chunks_fill(runs, runs_of(step, runs), rows > K_LEAN_ROWS, &lists, &d->chunks);
     return true;
 }
 
 bool cuda_fast_head_fill(bd_cuda *cuda, const bd_step *step) {
     cuda_head_step *d = &cuda->fast_step.head;
     const uint32_t rows = step->logits_row_count;
-    const bool many = rows > K_LEAN_ROWS;
     bool plain;
-    if (!cuda->fast.head.fast || !rows || !heads_usable(step, &plain) || (many && !plain))
-        return true;
+    if (!cuda->fast.head.fast || !rows || !heads_usable(step, &plain)) return true;
+    const bool tiles = plain && rows > K_LEAN_ROWS;
+    if (!tiles && rows > CUDA_DECODE_ROWS_MAX) return true;
     d->usable = 1;
-    return many ? tiles_fill(cuda, rows, d) : chunk_fill(cuda, step, d);
+    return tiles ? tiles_fill(cuda, rows, d) : chunks_fill(cuda, step, d);
 }

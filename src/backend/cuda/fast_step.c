@@ -87,25 +87,21 @@ static uint32_t groups_of(const cuda_chunk *chunk, const int32_t *slot, uint32_t
     return count;
 }
 
-typedef struct chunk_lists { /* in the upload, for as many rows as there may be */
-    int32_t *columns, *slot;
-    k_gemm_tile *groups;
-} chunk_lists;
-
-static bool lists_reserve(bd_cuda *cuda, uint32_t rows, cuda_fast_step *d, chunk_lists *out) {
-    out->columns =
-        cuda_upload_reserve(cuda, rows, sizeof *out->columns, (const void **)&d->columns);
-    out->slot = cuda_upload_reserve(cuda, rows, sizeof *out->slot, (const void **)&d->slot);
-    out->groups =
-        cuda_upload_reserve(cuda, rows, sizeof *out->groups, (const void **)&d->chunk_groups);
-    return out->columns && out->slot && out->groups;
+bool cuda_fast_lists_reserve(bd_cuda *cuda, uint32_t rows, cuda_chunks *out,
+                             cuda_chunk_lists *lists) {
+    lists->columns =
+        cuda_upload_reserve(cuda, rows, sizeof *lists->columns, (const void **)&out->columns);
+    lists->slot = cuda_upload_reserve(cuda, rows, sizeof *lists->slot, (const void **)&out->slot);
+    lists->groups =
+        cuda_upload_reserve(cuda, rows, sizeof *lists->groups, (const void **)&out->groups);
+    return lists->columns && lists->slot && lists->groups;
 }
 
 /* The chunks' small groups for the rows kernel, or large ones where these are fewer. */
-static void groups_fill(const chunk_lists *lists, cuda_fast_step *d) {
+static void groups_fill(const cuda_chunk_lists *lists, cuda_chunks *d) {
     uint32_t count = 0;
-    for (uint32_t i = 0; i < d->chunk_count; i++) {
-        cuda_chunk *chunk = &d->chunks[i];
+    for (uint32_t i = 0; i < d->count; i++) {
+        cuda_chunk *chunk = &d->at[i];
         const int32_t *slot = lists->slot + chunk->slot_at;
         k_gemm_tile *groups = lists->groups + count;
         if (!chunk->slots) continue;
@@ -119,24 +115,21 @@ static void groups_fill(const chunk_lists *lists, cuda_fast_step *d) {
     }
 }
 
-/* The rows of segments [first, count) in chunks of K_DECODE_ROWS at most, and in each the runs of
- * one variant as its slots; of more small groups than the rows kernel takes there are two chunks.
- * Replaces what was there. */
-static void chunks_fill(const bd_step *step, uint32_t first, const chunk_lists *lists,
-                        cuda_fast_step *d) {
+void cuda_fast_chunks_fill(const bd_segment *segments, uint32_t count, bool grouped,
+                           const cuda_chunk_lists *lists, cuda_chunks *d) {
     uint32_t slots = 0, at = 0, groups = 0, run = 0; /* groups of the chunk, rows of the last */
     cuda_chunk *chunk = NULL;
-    memset(d->chunks, 0, sizeof d->chunks);
-    d->chunk_count = 0;
-    for (uint32_t s = first; s < step->segment_count; s++) {
-        const bd_segment *segment = &step->segments[s];
+    memset(d->at, 0, sizeof d->at);
+    d->count = 0;
+    for (uint32_t s = 0; s < count; s++) {
+        const bd_segment *segment = &segments[s];
         const int32_t overlay = segment->overlay;
         for (uint32_t i = 0; i < segment->row_count; i++) {
             const bool grows = i == 0 || (overlay >= 0 && run == K_ROWS_SMALL);
             bool fresh = overlay >= 0 && i == 0;
             if (!chunk || chunk->rows == K_DECODE_ROWS || (fresh && chunk->slots == 16) ||
                 (grows && groups == K_ROWS_GROUPS)) {
-                chunk = &d->chunks[d->chunk_count++];
+                chunk = &d->at[d->count++];
                 chunk->first_row = segment->first_row + i;
                 chunk->first_slot = slots;
                 chunk->slot_at = at;
@@ -150,29 +143,30 @@ static void chunks_fill(const bd_step *step, uint32_t first, const chunk_lists *
             lists->slot[at++] = overlay < 0 ? -1 : (int32_t)chunk->slots - 1;
         }
     }
-    if (step->row_count > CUDA_DECODE_ONLY_ROWS) groups_fill(lists, d);
+    if (grouped) groups_fill(lists, d);
 }
 
 /* ---- What it costs ---- */
 
-static double decode_cost(const cuda_fast *fast, const cuda_group *g, const cuda_chunk *chunk) {
-    return k_decode_cost((int)g->n, (int)g->k, (int)chunk->rows, (int)chunk->slots, fast->sm_count);
+static double decode_cost(const cuda_fast *fast, uint32_t n, uint32_t k, const cuda_chunk *chunk) {
+    return k_decode_cost((int)n, (int)k, (int)chunk->rows, (int)chunk->slots, fast->sm_count);
 }
 
-static double rows_cost(const cuda_fast *fast, const cuda_group *g, const cuda_chunk *chunk) {
+static double rows_cost(const cuda_fast *fast, uint32_t n, uint32_t k, const cuda_chunk *chunk) {
     if (!chunk->groups) return 1e300;
-    return k_rows_cost((int)g->n, (int)g->k, (int)chunk->rows, (int)chunk->groups,
-                       (int)chunk->group_rows, (int)chunk->slots, fast->sm_count);
+    return k_rows_cost((int)n, (int)k, (int)chunk->rows, (int)chunk->groups, (int)chunk->group_rows,
+                       (int)chunk->slots, fast->sm_count);
 }
 
-bool cuda_fast_takes_rows(const cuda_fast *fast, const cuda_group *g, const cuda_chunk *chunk) {
-    return rows_cost(fast, g, chunk) < decode_cost(fast, g, chunk);
+bool cuda_fast_takes_rows(const cuda_fast *fast, uint32_t n, uint32_t k, const cuda_chunk *chunk) {
+    return rows_cost(fast, n, k, chunk) < decode_cost(fast, n, k, chunk);
 }
 
-static double chunks_cost(const cuda_fast *fast, const cuda_group *g, const cuda_fast_step *d) {
+static double chunks_cost(const cuda_fast *fast, const cuda_group *g, const cuda_chunks *d) {
     double cost = 0;
-    for (uint32_t c = 0; c < d->chunk_count; c++)
-        cost += fmin(decode_cost(fast, g, &d->chunks[c]), rows_cost(fast, g, &d->chunks[c]));
+    for (uint32_t c = 0; c < d->count; c++)
+        cost +=
+            fmin(decode_cost(fast, g->n, g->k, &d->at[c]), rows_cost(fast, g->n, g->k, &d->at[c]));
     return cost;
 }
 
@@ -212,15 +206,15 @@ static cuda_way prefill_way(const cuda_fast *fast, const cuda_group *g, const bd
 /* Each group's least: all rows as tiles, or those of segments [0, first) as tiles and the others by
  * the chunks as they are. Returns the sum. */
 static double ways_fill(const cuda_fast *fast, const bd_step *step, uint32_t first,
-                        const cuda_fast_step *d, cuda_way ways[CUDA_GROUPS]) {
+                        const cuda_chunks *chunks, cuda_way ways[CUDA_GROUPS]) {
     double sum = 0;
     for (uint32_t i = 0; i < CUDA_GROUPS; i++) {
         const cuda_group *g = &fast->groups[i];
         if (!g->fast) continue;
         const cuda_way all = prefill_way(fast, g, step, step->segment_count);
         ways[i] = prefill_way(fast, g, step, first);
-        ways[i].chunked = d->chunk_count > 0;
-        ways[i].cost_us += (float)chunks_cost(fast, g, d);
+        ways[i].chunked = chunks->count > 0;
+        ways[i].cost_us += (float)chunks_cost(fast, g, chunks);
         if (all.cost_us <= ways[i].cost_us) ways[i] = all;
         sum += (double)ways[i].cost_us;
     }
@@ -238,7 +232,7 @@ static uint32_t first_short(const bd_step *step) {
 
 /* Where the segments that decode's kernels may take begin: 0 if these take every row, or what costs
  * least of the places where lengths fall. */
-static void choose(const cuda_fast *fast, const bd_step *step, const chunk_lists *lists,
+static void choose(const cuda_fast *fast, const bd_step *step, const cuda_chunk_lists *lists,
                    cuda_fast_step *d) {
     const uint32_t shorts = first_short(step), count = step->segment_count;
     const uint32_t lowest = step->row_count <= CUDA_DECODE_ROWS_MAX ? 0 : shorts;
@@ -249,12 +243,12 @@ static void choose(const cuda_fast *fast, const bd_step *step, const chunk_lists
         if (s > lowest && s < count &&
             step->segments[s - 1].row_count <= step->segments[s].row_count)
             continue;
-        chunks_fill(step, s, lists, d);
-        const double cost = ways_fill(fast, step, s, d, ways);
+        cuda_fast_chunks_fill(step->segments + s, count - s, true, lists, &d->chunks);
+        const double cost = ways_fill(fast, step, s, &d->chunks, ways);
         if (cost < least) least = cost, best = s;
     }
-    chunks_fill(step, best, lists, d);
-    (void)ways_fill(fast, step, best, d, d->ways);
+    cuda_fast_chunks_fill(step->segments + best, count - best, true, lists, &d->chunks);
+    (void)ways_fill(fast, step, best, &d->chunks, d->ways);
 }
 
 _Static_assert(sizeof(cuda_way) == 5 * sizeof(uint32_t) + sizeof(float), "no padding");
@@ -265,16 +259,16 @@ bool cuda_fast_step_fill(bd_cuda *cuda, const bd_step *step) {
     d->usable = cuda->fast.usable && overlays_usable(cuda, step);
     if (!d->usable) return true;
     if (!cuda_fast_head_fill(cuda, step)) return false;
-    chunk_lists lists;
+    cuda_chunk_lists lists;
     const uint32_t rows =
         step->row_count < CUDA_DECODE_ROWS_MAX ? step->row_count : CUDA_DECODE_ROWS_MAX;
-    if (!lists_reserve(cuda, rows, d, &lists)) return false;
+    if (!cuda_fast_lists_reserve(cuda, rows, &d->chunks, &lists)) return false;
     if (step->row_count > CUDA_DECODE_ONLY_ROWS) {
         if (!tiles_fill(cuda, step, d)) return false;
         choose(&cuda->fast, step, &lists, d);
         return true;
     }
-    chunks_fill(step, 0, &lists, d);
+    cuda_fast_chunks_fill(step->segments, step->segment_count, false, &lists, &d->chunks);
     for (uint32_t i = 0; i < CUDA_GROUPS; i++)
         d->ways[i].chunked = 1;
     return true;
