@@ -48,6 +48,7 @@ typedef struct server {
     bd_http_server *renewing; /* guarded by renew_lock: http while its certificate may be renewed */
     bool wrong_usage;         /* an option was refused that the command line may have given */
     uint32_t slots;           /* of the model */
+    uint32_t rows_max;        /* of a step */
     char base_name[BD_VARIANT_NAME_MAX + 1];
     uint64_t progress_us; /* of the last line about loading */
     uint64_t load_started_us;
@@ -149,6 +150,7 @@ static bd_status model_options(server *s, const bd_backend_ops *ops, bd_model_op
     if (status != BD_OK) return status;
     variants += o->variants.count;
     if (variants == 0) warn_alone(o);
+    s->rows_max = o->max_batch_tokens ? o->max_batch_tokens : ops->rows_default;
     *out = (bd_model_options){.dir = o->base_path,
                               .ops = ops,
                               .rank_count = o->tensor_parallel,
@@ -158,7 +160,7 @@ static bd_status model_options(server *s, const bd_backend_ops *ops, bd_model_op
                                   o->dtype == BD_OPTION_DTYPE_FP16 ? BD_DTYPE_F16 : BD_DTYPE_OTHER,
                               .cpu_kernels = o->cpu_kernels,
                               .max_model_len = o->max_model_len,
-                              .rows_max = o->max_batch_tokens,
+                              .rows_max = s->rows_max,
                               .seqs_max = o->max_seqs,
                               .logits_rows_max = o->logits_rows_max,
                               .kv_block_tokens = 16,
@@ -278,6 +280,12 @@ static bd_status open_cache(server *s, bd_error *err) {
     return bd_cache_create(&cache, &s->cache, err);
 }
 
+static uint32_t chunk_tokens(const server *s) {
+    const uint32_t given = s->options->prefill_chunk_tokens;
+    if (given == 0) return s->rows_max > 1 ? s->rows_max / 2 : 1;
+    return given < s->rows_max ? given : s->rows_max;
+}
+
 static bd_status open_engine(server *s, bd_error *err) {
     const bd_serve_options *o = s->options;
     const bd_router_options router = {.cache = s->cache,
@@ -299,8 +307,8 @@ static bd_status open_engine(server *s, bd_error *err) {
     const bd_engine_options engine = {.model = s->model,
                                       .cache = s->cache,
                                       .model_name = s->base_name,
-                                      .rows_max = o->max_batch_tokens,
-                                      .prefill_chunk_tokens = o->prefill_chunk_tokens,
+                                      .rows_max = s->rows_max,
+                                      .prefill_chunk_tokens = chunk_tokens(s),
                                       .seqs_max = o->max_seqs,
                                       .variants_per_step_max = VARIANTS_PER_STEP_MAX,
                                       .logits_rows_max = o->logits_rows_max,

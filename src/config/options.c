@@ -191,7 +191,7 @@ static bool is_origin(const char *text) {
     return *port == ':' && port[1] && port[1 + strspn(port + 1, "0123456789")] == '\0';
 }
 
-enum { PREFILL_CHUNK_TOKENS = 256, HOST_BLOCK_BYTES = 256 << 10 };
+enum { HOST_BLOCK_BYTES = 256 << 10 };
 
 /* A value that is wrong beside another: the flag's fault where it was given, else the file's where
  * there is one. */
@@ -260,12 +260,9 @@ static bd_status check_serve(parser *p) {
         return bd_fail(p->err, BD_E_ARGUMENT, at.subject, "%s needs %s beside it", at.label,
                        at.other);
     }
-    if (o->prefill_chunk_tokens == 0)
-        o->prefill_chunk_tokens =
-            o->max_batch_tokens < PREFILL_CHUNK_TOKENS ? o->max_batch_tokens : PREFILL_CHUNK_TOKENS;
     status = check_over(p, "loads-in-parallel", o->loads_in_parallel, "read-depth", o->read_depth,
                         ": each load needs a block");
-    if (status == BD_OK)
+    if (status == BD_OK && o->max_batch_tokens > 0)
         status = check_over(p, "prefill-chunk-tokens", o->prefill_chunk_tokens, "max-batch-tokens",
                             o->max_batch_tokens, "");
     if (status != BD_OK) return status;

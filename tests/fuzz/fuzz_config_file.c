@@ -18,7 +18,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     }
     const bd_serve_options *options = &invocation.serve;
     BD_ASSERT(options->base_path && options->listen && options->admin);
-    BD_ASSERT(options->prefill_chunk_tokens <= options->max_batch_tokens);
+    BD_ASSERT(options->max_batch_tokens == 0 ||
+              options->prefill_chunk_tokens <= options->max_batch_tokens);
     BD_ASSERT(options->log_level <= BD_LOG_DEBUG);
     for (uint32_t i = 0; i < options->variants.count; i++)
         BD_ASSERT(options->variants.items[i].path[0] != '\0');

@@ -193,7 +193,7 @@ static void test_faults(void **state) {
         {"{\"max_seqs\": 1, \"max_seqs\": 1}", "max_seqs: given twice"},
         {"{\"cache\": {\"slots\": 1}, \"cache\": {\"pinned_top\": 1}}", "cache: given twice"},
         {"{\"cache\": {\"slots\": 1, \"slots\": 2}}", "cache.slots: given twice"},
-        {"{\"prefill_chunk_tokens\": 600, \"base\": {\"path\": \"x\"}}",
+        {"{\"prefill_chunk_tokens\": 600, \"max_batch_tokens\": 512, \"base\": {\"path\": \"x\"}}",
          ": prefill_chunk_tokens (600) is over max_batch_tokens (512)"},
         {"{\"loader\": {\"read_depth\": 1}, \"base\": {\"path\": \"x\"}}",
          ": loader.loads_in_parallel (2) is over loader.read_depth (1): each"},

@@ -100,6 +100,7 @@ typedef bd_status (*bd_backend_forward)(void *ctx, const bd_step *step, bd_error
 typedef struct bd_backend_ops {
     const char *name;          /* "cpu", "cuda" */
     uint32_t page_align_bytes; /* delta pages are multiples of this: 2 MiB on cuda, 4 KiB on cpu */
+    uint32_t rows_default;     /* rows of a step where nobody says how many */
     /* How ranks meet: after O and DOWN and in embed the backend sums over the ranks, in sample it
      * gathers. Optional. NULL: one rank only. */
     const bd_comm_ops *(*comm)(void);

@@ -105,10 +105,10 @@ typedef struct bd_serve_options {
     uint64_t read_block_bytes;
     uint32_t read_depth;
     uint32_t loads_in_parallel;
-    uint32_t max_model_len; /* 0: the model's own */
-    uint64_t kv_tokens;     /* 0: what fits */
-    uint32_t max_batch_tokens;
-    uint32_t prefill_chunk_tokens;
+    uint32_t max_model_len;        /* 0: the model's own */
+    uint64_t kv_tokens;            /* 0: what fits */
+    uint32_t max_batch_tokens;     /* 0: the backend's */
+    uint32_t prefill_chunk_tokens; /* 0: half of these */
     uint32_t max_seqs;
     uint32_t logits_rows_max;
     bool decode_delta;

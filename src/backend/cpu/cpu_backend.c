@@ -321,6 +321,7 @@ void bd_cpu_for(bd_cpu *cpu, uint32_t count, uint64_t work, bd_pool_fn fn, void 
 static const bd_backend_ops cpu_ops = {
     .name = "cpu",
     .page_align_bytes = PAGE_BYTES,
+    .rows_default = 512,
     .comm = bd_comm_local_ops,
     .supports = bd_cpu_supports,
     .plan = bd_cpu_plan,

@@ -48,6 +48,7 @@ bd_status bd_cuda_probe(char *why, size_t why_bytes) {
 const bd_backend_ops *bd_backend_cuda_ops(void) {
     static const bd_backend_ops ops = {.name = "cuda",
                                        .page_align_bytes = 2u << 20,
+                                       .rows_default = 1024,
                                        .comm = bd_comm_nccl_ops,
                                        .supports = cuda_supports,
                                        .plan = cuda_plan,
