@@ -309,6 +309,7 @@ static bd_status open_engine(server *s, bd_error *err) {
                                       .model_name = s->base_name,
                                       .rows_max = s->rows_max,
                                       .prefill_chunk_tokens = chunk_tokens(s),
+                                      .tile_rows = bd_model_ops(s->model)->tile_rows,
                                       .seqs_max = o->max_seqs,
                                       .variants_per_step_max = VARIANTS_PER_STEP_MAX,
                                       .logits_rows_max = o->logits_rows_max,

@@ -503,7 +503,8 @@ static const option_row k_rows[] = {
      .max = 65536,
      .fallback = "0",
      .fallback_note = "half of max_batch_tokens",
-     .help = "prompt tokens of one sequence in one step",
+     .help = "prompt tokens of one sequence in a step that its prompt does not end in, if "
+             "others can fill it",
      .at = {AT_SERVE(prefill_chunk_tokens)}},
     {.flag = "max-seqs",
      .key = "max_seqs",

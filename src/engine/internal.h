@@ -147,6 +147,7 @@ struct bd_engine {
     bd_engine_group *groups;
     uint32_t group_count;
     bd_pick *picks;
+    uint32_t base_picked_rows; /* as those of groups */
 
     bd_step_buffer buffers[2];
     uint32_t next_buffer;

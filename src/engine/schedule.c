@@ -128,7 +128,12 @@ static bool grow(bd_engine *engine, bd_sequence *sequence) {
 
 typedef struct budget {
     uint32_t rows, logits, picks;
+    uint32_t chunk; /* rows of one prompt that does not end in the step */
 } budget;
+
+static uint32_t *picked_rows(bd_engine *engine, uint32_t group) {
+    return group == BD_GROUP_BASE ? &engine->base_picked_rows : &engine->groups[group].picked_rows;
+}
 
 /* Logits rows that the next n rows of a sequence need. Row p tells of prompt token p + 1. */
 static uint32_t logits_needed(const bd_sequence *sequence, uint32_t n) {
@@ -141,12 +146,19 @@ static uint32_t logits_needed(const bd_sequence *sequence, uint32_t n) {
     return to > from ? needed + (to - from) : needed;
 }
 
-static uint32_t chunk_rows(const bd_engine *engine, const bd_sequence *sequence,
-                           const budget *left) {
+/* The backend computes rows of one variant in tiles: those that would begin another and not fill
+ * half of it are left for the next step, where `rows` come on top of `before`. */
+static uint32_t whole_tiles(const bd_engine *engine, uint32_t before, uint32_t rows) {
+    const uint32_t tile = engine->options.tile_rows, rest = tile ? (before + rows) % tile : 0;
+    return rest < tile / 2 && rest < rows ? rows - rest : rows;
+}
+
+static uint32_t chunk_rows(bd_engine *engine, const bd_sequence *sequence, const budget *left) {
     uint32_t n = rows_wanted(sequence);
-    uint32_t chunk = engine->options.prefill_chunk_tokens;
-    if (n > chunk) n = chunk;
-    if (n > left->rows) n = left->rows;
+    if (n > left->rows) {
+        n = smaller(left->rows, left->chunk);
+        n = whole_tiles(engine, *picked_rows(engine, group_now(engine, sequence)), n);
+    }
     /* A chunk has one overlay: it ends where the base takes over. */
     if (bd_sequence_ends_with_base(engine, sequence) &&
         sequence->computed < sequence->prompt_count &&
@@ -161,7 +173,9 @@ static uint32_t chunk_rows(const bd_engine *engine, const bd_sequence *sequence,
 static void pick(bd_engine *engine, bd_sequence *sequence, uint32_t rows, budget *left) {
     uint32_t logits = logits_needed(sequence, rows);
     BD_ASSERT(rows <= left->rows && logits <= left->logits);
-    engine->picks[left->picks++] = (bd_pick){sequence, group_now(engine, sequence), rows};
+    const uint32_t group = group_now(engine, sequence);
+    engine->picks[left->picks++] = (bd_pick){sequence, group, rows};
+    *picked_rows(engine, group) += rows;
     sequence->scheduled = rows;
     left->rows -= rows;
     left->logits -= logits;
@@ -178,9 +192,18 @@ static bool prefills(const bd_engine *engine, const bd_sequence *sequence) {
 
 /* What is left of the step is less than the sequence would have of an empty one, and than an eighth
  * of a step. */
-static bool splinter(const bd_engine *engine, const bd_sequence *sequence, uint32_t fits) {
-    const budget all = {engine->options.rows_max, engine->options.logits_rows_max, 0};
+static bool splinter(bd_engine *engine, const bd_sequence *sequence, uint32_t fits) {
+    const budget all = {engine->options.rows_max, engine->options.logits_rows_max, 0,
+                        engine->options.prefill_chunk_tokens};
     return fits < engine->options.rows_max / 8 && fits < chunk_rows(engine, sequence, &all);
+}
+
+/* What is left of the step is a splinter that would have a tile of its own. */
+static bool wasted(bd_engine *engine, const bd_sequence *sequence, uint32_t fits) {
+    const uint32_t tile = engine->options.tile_rows;
+    const uint32_t room =
+        tile ? tile - *picked_rows(engine, group_now(engine, sequence)) % tile : 0;
+    return room > 0 && (room == tile || fits > room) && splinter(engine, sequence, fits);
 }
 
 /* The prompts of `best` and of its variant's others, none beyond one that was passed enough. */
@@ -190,7 +213,8 @@ static void pick_company(bd_engine *engine, bd_sequence *best, budget *left) {
         if (!prefills(engine, s)) continue;
         if (group_now(engine, s) == group) {
             const uint32_t rows = chunk_rows(engine, s, left);
-            if (rows > 0) pick(engine, s, rows, left);
+            if (rows > 0 && (s == best || s->passed >= PASSED_MAX || !wasted(engine, s, rows)))
+                pick(engine, s, rows, left);
         } else if (s->passed >= PASSED_MAX) {
             return;
         }
@@ -207,6 +231,23 @@ static void count_passed(bd_engine *engine, const budget *left) {
     }
 }
 
+/* What nobody else had of the step, to those of its prompts that do not end in it. */
+static void share_rest(bd_engine *engine, uint32_t decoding, budget *left) {
+    left->chunk = engine->options.rows_max;
+    for (uint32_t i = decoding; i < left->picks && left->rows > 0; i++) {
+        bd_pick *pick = &engine->picks[i];
+        const uint32_t had = pick->rows;
+        *picked_rows(engine, pick->group) -= had;
+        left->rows += had;
+        left->logits += logits_needed(pick->sequence, had);
+        const uint32_t rows = chunk_rows(engine, pick->sequence, left);
+        pick->rows = pick->sequence->scheduled = rows > had ? rows : had;
+        *picked_rows(engine, pick->group) += pick->rows;
+        left->rows -= pick->rows;
+        left->logits -= logits_needed(pick->sequence, pick->rows);
+    }
+}
+
 /* Prompts' rows, that of best claim first and with it those of its variant: rows of one variant
  * cost as much as the base's, those of each further variant more. What is left for a further one is
  * left alone where it is a splinter. */
@@ -219,11 +260,17 @@ static void choose_prompts(bd_engine *engine, budget *left) {
         if (fits > 0 && !(further && splinter(engine, best, fits)))
             pick_company(engine, best, left);
     }
-    if (left->picks > decoding) count_passed(engine, left);
+    if (left->picks == decoding) return;
+    count_passed(engine, left);
+    share_rest(engine, decoding, left);
 }
 
 static uint32_t choose_rows(bd_engine *engine) {
-    budget left = {engine->options.rows_max, engine->options.logits_rows_max, 0};
+    budget left = {engine->options.rows_max, engine->options.logits_rows_max, 0,
+                   engine->options.prefill_chunk_tokens};
+    engine->base_picked_rows = 0;
+    for (uint32_t g = 0; g < engine->group_count; g++)
+        engine->groups[g].picked_rows = 0;
     /* Those of best claim first; whoever is preempted on the way comes later in the list, so it is
      * not picked yet. */
     bd_sequence *next;
@@ -298,19 +345,13 @@ static void add_segment(bd_engine *engine, bd_step_buffer *buffer, uint32_t grou
 
 /* Segments of many rows first: those of few then lie together, which a backend may make use of. */
 static void add_segments(bd_engine *engine, bd_step_buffer *buffer, uint32_t pick_count) {
-    uint32_t base_rows = 0;
-    for (uint32_t i = 0; i < pick_count; i++) {
-        const bd_pick *pick = &engine->picks[i];
-        *(pick->group == BD_GROUP_BASE ? &base_rows : &engine->groups[pick->group].picked_rows) +=
-            pick->rows;
-    }
     for (;;) {
-        uint32_t most = base_rows, next = BD_GROUP_BASE;
+        uint32_t most = engine->base_picked_rows, next = BD_GROUP_BASE;
         for (uint32_t g = 0; g < engine->group_count; g++)
             if (engine->groups[g].picked_rows > most) most = engine->groups[next = g].picked_rows;
         if (most == 0) return;
         add_segment(engine, buffer, next, pick_count);
-        *(next == BD_GROUP_BASE ? &base_rows : &engine->groups[next].picked_rows) = 0;
+        *picked_rows(engine, next) = 0;
     }
 }
 

@@ -213,9 +213,6 @@ static inline void fake_check_seqs(fake_device *fake, const bd_step *step) {
     for (uint32_t i = 0; i < step->seq_count; i++) {
         const bd_seq *seq = &step->seqs[i];
         if (seq->first_row != at) fake_fault(fake, "rows of sequences", seq->first_row, at);
-        if (seq->row_count > fake->options->prefill_chunk_tokens &&
-            fake->options->prefill_chunk_tokens > 0)
-            fake_fault(fake, "chunk too long", seq->row_count, 0);
         for (uint32_t r = 0; r < seq->row_count; r++, at++) {
             if (step->seq_of_row[at] != i) fake_fault(fake, "seq_of_row", at, i);
             if (step->positions[at] != seq->kv_before_tokens + r)

@@ -297,13 +297,16 @@ static void test_passed_enough(void **state) {
         s.options.rows_max = s.options.seqs_max = 16;
         s.payers[1].counter = 5.0;
         s.payers[2].counter = 10.0;
-        add(&s, 0, 1, 200, 1); /* half of 25 steps */
+        add(&s, 0, 1, 200, 1); /* half of each step while others want the rest */
         client *passed = add(&s, i % 2, 2, i < 2 ? 8 : 24, 1);
         while (s.count < CLIENTS_MAX)
             add(&s, i % 2 * 2, 1, 8, 1);
+        uint32_t tokens = 0;
+        for (uint32_t c = 0; c < s.count; c++)
+            tokens += s.clients[c].options.prompt_tokens;
         run(&s, &stats);
         assert_int_equal(passed->began_at, 9);
-        assert_int_equal(stats.steps, 25);
+        assert_int_equal(stats.steps, (tokens + 15) / 16);
     }
 
     /* A row a step is what is left: not worth it at first. */
@@ -316,6 +319,66 @@ static void test_passed_enough(void **state) {
     add(&s, 0, 2, 5, 1);
     run(&s, &stats);
     assert_int_equal(stats.steps, 13);
+}
+
+/* A long prompt leaves others their part of a step; one that ends in it has what it needs, and what
+ * nobody else takes is a long one's too. */
+static void test_shares(void **state) {
+    (void)state;
+    static const struct {
+        uint32_t prompts[3], began[3], steps;
+    } cases[] = {
+        {{200, 0, 0}, {1}, 4},          /* all of each step */
+        {{60, 60, 0}, {1, 2}, 2},       /* first come */
+        {{200, 20, 30}, {3, 1, 2}, 4},  /* 14 beside those behind it, which do not wait */
+        {{200, 40, 200}, {2, 1, 3}, 7}, /* by 32; the first ends in the sixth with 40 */
+        {{70, 50, 0}, {2, 1}, 2},       /* 14 and 50, 56 */
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        script s;
+        bd_engine_stats stats;
+        set_up(&s, 400);
+        s.options.prefill_chunk_tokens = i == 3 ? 32 : 8;
+        for (uint32_t c = 0; c < 3 && cases[i].prompts[c]; c++)
+            add(&s, 0, 1, cases[i].prompts[c], 1);
+        run(&s, &stats);
+        for (uint32_t c = 0; c < s.count; c++)
+            if (s.clients[c].began_at != cases[i].began[c])
+                fail_msg("case %zu: prompt %u began as number %u", i, c, s.clients[c].began_at);
+        if (stats.steps != cases[i].steps) fail_msg("case %zu: %u steps", i, (unsigned)stats.steps);
+    }
+}
+
+/* Steps of 64 rows. Rows of one variant, whoever's they are, make whole tiles where a prompt goes
+ * on; a rest of half a tile and more is one too, and no prompt waits for a tile that no step has.
+ */
+static void test_tiles(void **state) {
+    (void)state;
+    static const struct {
+        uint32_t rows, tile, variants[2], prompts[2], steps;
+    } cases[] = {
+        {64, 0, {1, 2}, {43, 85}, 2},                                 /* 21 and 64 */
+        {64, 16, {1, 2}, {43, 85}, 3},                                /* 16, 64, 5 */
+        {64, 16, {1, 2}, {40, 88}, 2},                                /* 24 and 64 */
+        {64, 16, {1, 1}, {9, 119}, 2},                                /* 9 + 55 are four tiles */
+        {64, 16, {1, 2}, {9, 119}, 3},                                /* 48, 64, 7 */
+        {60, 128, {1, 1}, {120, 0}, 2}, {70, 0, {1, 1}, {64, 76}, 2}, /* 6 and 70 */
+        {70, 16, {1, 1}, {64, 76}, 3}, /* none, since 6 begin a tile; 64, 12 */
+        {70, 16, {1, 1}, {62, 72}, 2}, /* 2 end one; 70 */
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        script s;
+        bd_engine_stats stats;
+        set_up(&s, 400);
+        s.options.rows_max = cases[i].rows;
+        s.options.tile_rows = cases[i].tile;
+        s.options.prefill_chunk_tokens = 0;
+        for (uint32_t c = 0; c < 2 && cases[i].prompts[c]; c++)
+            add(&s, 0, cases[i].variants[c], cases[i].prompts[c], 1);
+        run(&s, &stats);
+        if (stats.steps != cases[i].steps)
+            fail_msg("case %zu: %u steps, not %u", i, (unsigned)stats.steps, cases[i].steps);
+    }
 }
 
 /* Waiting for those before it, nobody is passed: the others of its variant still come along. */
@@ -446,6 +509,7 @@ int main(void) {
         cmocka_unit_test(test_cached),          cmocka_unit_test(test_company),
         cmocka_unit_test(test_splinters),       cmocka_unit_test(test_passed_enough),
         cmocka_unit_test(test_no_splinter),     cmocka_unit_test(test_waits_unpassed),
+        cmocka_unit_test(test_shares),          cmocka_unit_test(test_tiles),
         cmocka_unit_test(test_beside_decoding),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -101,6 +101,7 @@ typedef struct bd_backend_ops {
     const char *name;          /* "cpu", "cuda" */
     uint32_t page_align_bytes; /* delta pages are multiples of this: 2 MiB on cuda, 4 KiB on cpu */
     uint32_t rows_default;     /* rows of a step where nobody says how many */
+    uint32_t tile_rows; /* of one variant, that take as long as fewer; 0: each row takes its time */
     /* How ranks meet: after O and DOWN and in embed the backend sums over the ranks, in sample it
      * gathers. Optional. NULL: one rank only. */
     const bd_comm_ops *(*comm)(void);

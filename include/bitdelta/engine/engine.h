@@ -55,7 +55,10 @@ typedef struct bd_engine_options {
     bd_cache *cache;
     const char *model_name; /* label of the engine's metrics: the base's served name; copied */
     uint32_t rows_max;      /* token budget of a step */
-    uint32_t prefill_chunk_tokens; /* of one sequence in one step; 0: rows_max */
+    /* of one sequence in a step that its prompt does not end in, if others can fill it; 0: rows_max
+     */
+    uint32_t prefill_chunk_tokens;
+    uint32_t tile_rows; /* as the backend's; 0: none */
     /* sequences in the engine at once; rows_max and logits_rows_max bound it too */
     uint32_t seqs_max;
     uint32_t variants_per_step_max; /* 16; the base does not count */

@@ -49,6 +49,7 @@ const bd_backend_ops *bd_backend_cuda_ops(void) {
     static const bd_backend_ops ops = {.name = "cuda",
                                        .page_align_bytes = 2u << 20,
                                        .rows_default = 1024,
+                                       .tile_rows = 256, /* cuda_tile_tokens */
                                        .comm = bd_comm_nccl_ops,
                                        .supports = cuda_supports,
                                        .plan = cuda_plan,
