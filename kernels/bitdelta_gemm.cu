@@ -222,7 +222,7 @@ __global__ void __cluster_dims__(Cluster<SPLIT>::SIZE) __launch_bounds__(384, 1)
           bool with_signs = DELTA && (k & 3) == 0;
           u32 s = base + st * P::STAGE, fb = full + 8 * st;
           mbar_expect(fb, P::STAGE + (with_signs ? SIGN_BYTES : 0));
-          tma_load(s, &a.w, (k_off + k) * 64, t.tn * 128, fb, SM90_EVICT_NORMAL);
+          tma_load(s, &a.w, (k_off + k) * 64, a.w_row + t.tn * 128, fb, SM90_EVICT_NORMAL);
           if (with_signs) {
             chunk = chunk + 1 == P::SIGN_BUFS ? 0 : chunk + 1;
             bulk_load(base + P::SIGN_OFF + chunk * SIGN_BYTES, signs + (size_t)(k >> 2) * SIGN_BYTES, SIGN_BYTES, fb, SM90_EVICT_NORMAL);
@@ -286,7 +286,7 @@ __global__ void __cluster_dims__(Cluster<SPLIT>::SIZE) __launch_bounds__(384, 1)
       if constexpr (SPLIT == 1) {
         release_stage<PAIR>(empty + 8 * (pp.stage == 0 ? P::STAGES - 1 : pp.stage - 1), lane);
         add_bias(d, a, t.variant, t.tn * 128 + g);
-        if (!DELTA && a.wide) epilogue_wide<TOK>(d, a, t, wg, warp, lane);
+        if (a.wide) epilogue_wide<TOK>(d, a, t, wg, warp, lane);
         else epilogue<T, TOK>(d, &a.y, (T*)a.y_data, a.n, t, base + P::OUT_OFF + wg * 2 * OUT_BYTES, turn, wg, warp, lane);
       } else {
         named_barrier(3, 256);  // both warpgroups are done with the stages
@@ -296,7 +296,7 @@ __global__ void __cluster_dims__(Cluster<SPLIT>::SIZE) __launch_bounds__(384, 1)
         reduce_partial<TOK, SPLIT>(f, base, rank, threadIdx.x);
         add_bias(f, a, t.variant, t.tn * 128 + g);
         t.m0 += rank * (TOK / SPLIT);
-        if (!DELTA && a.wide) epilogue_wide<TOK / SPLIT>(f, a, t, wg, warp, lane);
+        if (a.wide) epilogue_wide<TOK / SPLIT>(f, a, t, wg, warp, lane);
         else epilogue<T, TOK / SPLIT>(f, &a.y, (T*)a.y_data, a.n, t, base + P::OUT_OFF + wg * 2 * OUT_BYTES, turn, wg, warp, lane);
       }
     }
@@ -350,7 +350,7 @@ int last_wave(int items, int sm_count, int k, int* full) {
 
 // (tok, split) must be one of launch_tok's. split > 1 needs k % (256 * split) == 0.
 extern "C" cudaError_t k_gemm(const k_gemm_args* a, int tok, int split, bool delta, cudaStream_t s) {
-  if (a->k % 128 || (split > 1 && a->k % (256 * split)) || a->n % 8 || a->tile_count <= 0 || a->group <= 0) return cudaErrorInvalidValue;
+  if (a->k % 128 || (split > 1 && a->k % (256 * split)) || (a->n % 8 && !a->wide) || a->tile_count <= 0 || a->group <= 0) return cudaErrorInvalidValue;
   k_gemm_args b = *a;
   const int last = tok == 256 && split == 1 && !b.count ? last_wave((b.n + 255) / 256 * b.tile_count, b.sm_count, b.k, &b.count) : 1;
   if (last == 1) b.count = a->count;

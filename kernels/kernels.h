@@ -66,11 +66,11 @@ typedef struct k_gemm_args {
     CUtensorMap w, x, y; /* W [n, k] box 128 x 64; x [rows, k] box (tok / 2) x 64; Y [rows, n] box 32 x 64; 128-byte swizzle */
     const void *w_data;
     void *y_data;        /* [rows, n] */
-    float *wide;         /* NULL, or in place of y: [rows, wide_stride] float32, of launches without deltas */
+    float *wide;         /* NULL, or in place of y: [rows, wide_stride] float32, of any n */
     const float *bias;   /* base's [n], may be NULL */
     const k_overlay_linear *overlays;
     const k_gemm_tile *tiles;
-    int32_t tile_count, n, k, wide_stride;
+    int32_t tile_count, n, k, wide_stride, w_row; /* w_row: where in w's map W begins */
     bool fp16;
     int32_t group;       /* W-tile pairs per scheduling group */
     int32_t sm_count;

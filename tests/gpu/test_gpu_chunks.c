@@ -127,10 +127,11 @@ static void check_chunks(const int32_t *overlay, const cuda_chunks *chunks, uint
 }
 
 /* The tiles are of every row once, of one segment each, in order. */
-static void check_tiles(const made_step *m, const cuda_fast_step *d) {
+static void check_tiles(const made_step *m, const cuda_tiles *tiles) {
     for (uint32_t t = 0; t < CUDA_TILES; t++)
         for (uint32_t i = 0, row = 0; row < m->step.row_count; i++) {
-            const k_gemm_tile *tile = &d->tiles[t][i];
+            const k_gemm_tile *tile = &tiles->at[t][i];
+            assert_true(i < tiles->count[t]);
             assert_int_equal(tile->m0, row);
             assert_true(tile->m1 > tile->m0 && tile->m1 - tile->m0 <= (int32_t)cuda_tile_tokens[t]);
             for (; row < (uint32_t)tile->m1; row++) assert_int_equal(m->overlay[row], tile->variant);
@@ -214,7 +215,7 @@ static void check_ways(const made_step *m, const cuda_fast_step *d) {
         const cuda_way *way = &d->ways[g];
         uint32_t end = 0;
         bool delta = false;
-        for (uint32_t i = 0; i < way->tile_count; i++) end = (uint32_t)d->tiles[way->tile][i].m1, delta |= d->tiles[way->tile][i].variant >= 0;
+        for (uint32_t i = 0; i < way->tile_count; i++) end = (uint32_t)d->tiles.at[way->tile][i].m1, delta |= d->tiles.at[way->tile][i].variant >= 0;
         assert_int_equal(end, way->chunked ? chunked_from : rows);
         if (end) assert_int_equal(way->delta, delta);
         if (way->chunked) assert_true(d->chunks.count > 0);
@@ -256,23 +257,22 @@ static void check_step(uint32_t rows, uint32_t runs) {
     const uint32_t first_row = d->chunks.count ? d->chunks.at[0].first_row : rows;
     check_chunks(m.overlay, &d->chunks, first_row, rows, rows > CUDA_DECODE_ONLY_ROWS);
     check_ways(&m, d);
-    if (rows > CUDA_DECODE_ONLY_ROWS) check_tiles(&m, d), check_least(&m, d);
+    if (rows > CUDA_DECODE_ONLY_ROWS) check_tiles(&m, &d->tiles), check_least(&m, d);
     else assert_true(d->chunks.count > 0 && first_row == 0);
     free_step(&m);
 }
 
-static uint32_t head_ways[4]; /* heads seen: the plain kernel's, tiles, one chunk, several */
+static uint32_t head_ways[4]; /* heads seen: of no rows, tiles, one chunk, several */
 
-static void check_head_tiles(const cuda_head_step *d, uint32_t count) {
-    for (uint32_t t = 0; t < CUDA_TILES; t++) {
-        uint32_t row = 0;
-        for (uint32_t i = 0; i < d->tile_count[t]; i++) {
-            const k_gemm_tile tile = d->tiles[t][i];
-            assert_true(tile.m0 == (int32_t)row && tile.m1 > tile.m0 && tile.m1 - tile.m0 <= (int32_t)cuda_tile_tokens[t] && tile.variant == -1);
-            row = (uint32_t)tile.m1;
-        }
-        assert_int_equal(row, count);
+/* The rows of logits as a step of their own. base: as if all were the base's. */
+static made_step step_of_head(const made_step *m, const int32_t *overlay, uint32_t count, bool base) {
+    made_step h = {.cuda = m->cuda, .step.row_count = count};
+    for (uint32_t row = 0; row < count; row++) {
+        h.overlay[row] = base ? -1 : overlay[row];
+        if (row == 0 || h.overlay[row] != h.overlay[row - 1]) h.segments[h.step.segment_count++] = (bd_segment){h.overlay[row], row, 0};
+        h.segments[h.step.segment_count - 1].row_count++;
     }
+    return h;
 }
 
 /* heads: one in so many variants has a head of its own; 0: none. */
@@ -285,7 +285,9 @@ static void check_head(uint32_t rows, uint32_t runs, uint32_t heads) {
     m.step.segments = m.segments;
     m.step.overlays = list;
     m.step.logits_rows = logits;
-    m.cuda->fast.head.fast = true;
+    bd_segment room[ROWS_MAX];
+    m.cuda->fast.head = (cuda_fast_head){.fast = true, .runs = room};
+    m.cuda->step.block_rows = 1000, m.cuda->shape.hidden = 4096;
     for (uint32_t s = 0; s < m.step.segment_count; s++)
         while (m.segments[s].overlay >= (int32_t)m.step.overlay_count) m.step.overlay_count++;
     bool plain = true;
@@ -302,19 +304,30 @@ static void check_head(uint32_t rows, uint32_t runs, uint32_t heads) {
     const uint32_t count = m.step.logits_row_count;
     assert_true(cuda_fast_head_fill(m.cuda, &m.step));
     const cuda_head_step *d = &m.cuda->fast_step.head;
-    const bool tiles = plain && count > K_LEAN_ROWS, chunks = !tiles && count > 0 && count <= CUDA_DECODE_ROWS_MAX;
-    assert_int_equal(d->usable, tiles || chunks);
+    const bool few = count <= K_LEAN_ROWS || (!plain && count <= K_DECODE_ROWS), chunks = d->chunks.count > 0;
+    assert_int_equal(d->usable, count > 0);
+    if (few) assert_int_equal(chunks, count > 0);
+    if (plain || count > CUDA_DECODE_ROWS_MAX) assert_int_equal(chunks, count > 0 && few);
     check_chunks(overlay, &d->chunks, 0, chunks ? count : 0, count > K_LEAN_ROWS);
-    check_head_tiles(d, tiles ? count : 0);
-    head_ways[tiles ? 1 : chunks ? 2 + (d->chunks.count > 1) : 0]++;
+    if (count > 0 && !few) {
+        const made_step h = step_of_head(&m, overlay, count, plain);
+        const cuda_group head = {.n = 1000, .k = 4096};
+        assert_int_equal(d->delta, !plain);
+        check_tiles(&h, &d->tiles);
+        if (!plain && count <= CUDA_DECODE_ROWS_MAX) {
+            const double by_chunks = chunks_cost(&h, &head, 0), by_tiles = tiles_cost(&h, &head, h.step.segment_count);
+            assert_true(chunks ? by_chunks < by_tiles * 1.002 : by_tiles < by_chunks * 1.002);
+        }
+    }
+    head_ways[count == 0 ? 0 : !chunks ? 1 : 2 + (d->chunks.count > 1)]++;
     free_step(&m);
 }
 
 static void test_heads(void **state) {
     (void)state;
     for (int i = 0; i < 20000; i++) check_head(1 + (uint32_t)(test_next() % (i % 2 ? 40 : ROWS_MAX)), 1 + (uint32_t)(test_next() % 40), (uint32_t)(test_next() % 4));
-    printf("heads by the plain kernel %u, tiles %u, one chunk %u, several %u\n", head_ways[0], head_ways[1], head_ways[2], head_ways[3]);
-    for (int i = 0; i < 4; i++) assert_true(head_ways[i] > 100);
+    printf("heads by tiles %u, one chunk %u, several %u\n", head_ways[1], head_ways[2], head_ways[3]);
+    for (int i = 1; i < 4; i++) assert_true(head_ways[i] > 100);
 }
 
 static void test_random_steps(void **state) {

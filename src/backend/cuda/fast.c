@@ -29,6 +29,8 @@ static bool head_maps(bd_cuda *cuda) {
     const uint32_t rows = cuda->options.logits_rows_max, n = cuda->shape.vocab,
                    k = cuda->shape.hidden;
     if (k % 256 || n % 8) return false;
+    h->runs = malloc(rows * sizeof *h->runs);
+    if (!h->runs) return false;
     for (uint32_t i = 0; i < X_BOX_COUNT; i++)
         if (!cuda_map_make(&h->x[i], cuda->head_in, rows, k, box_rows[i], cuda->fp16)) return false;
     return cuda_map_make(&h->w, cuda->head, n, k, 128, cuda->fp16);
@@ -71,6 +73,7 @@ void cuda_fast_open(bd_cuda *cuda) {
 
 void cuda_fast_close(bd_cuda *cuda) {
     free(cuda->fast.w);
+    free(cuda->fast.head.runs);
 }
 
 /* A linear for decode's kernels and the rows of x that are theirs. */
@@ -200,34 +203,40 @@ static bd_status launch_chunks(bd_cuda *cuda, const few_rows *l, const uint64_t 
 
 static const int boxes[CUDA_TILES] = {X_BOX_128, X_BOX_64, X_BOX_32}; /* half a tile of x */
 
-static bd_status head_tiles(bd_cuda *cuda, float *logits, bd_error *err) {
+/* Rows [first, first + n) of the head; overlays: of their block. */
+static bd_status head_tiles(bd_cuda *cuda, uint32_t first, uint32_t n,
+                            const k_overlay_linear *overlays, float *logits, bd_error *err) {
     const cuda_fast *fast = &cuda->fast;
     const cuda_head_step *d = &cuda->fast_step.head;
-    const cuda_way way = cuda_fast_tile(fast, cuda->shape.vocab, cuda->shape.hidden, d->tile_count);
+    const cuda_way way = cuda_fast_tile(fast, n, cuda->shape.hidden, d->tiles.count);
     const uint32_t t = way.tile;
     const k_gemm_args args = {.w = fast->head.w,
                               .x = fast->head.x[boxes[t]],
                               .y = fast->head.x[X_BOX_32], /* none; a map that can be fetched */
-                              .wide = logits,
+                              .w_data = cuda->head + (size_t)first * cuda->shape.hidden,
+                              .w_row = (int32_t)first,
+                              .wide = logits + first,
                               .wide_stride = (int32_t)cuda->head_stride,
-                              .tiles = d->tiles[t],
-                              .tile_count = (int32_t)d->tile_count[t],
-                              .n = (int32_t)cuda->shape.vocab,
+                              .overlays = overlays,
+                              .tiles = d->tiles.at[t],
+                              .tile_count = (int32_t)d->tiles.count[t],
+                              .n = (int32_t)n,
                               .k = (int32_t)cuda->shape.hidden,
                               .fp16 = cuda->fp16,
                               .group = 8,
                               .sm_count = fast->sm_count,
                               .pdl = 1};
-    return cuda_check(cuda,
-                      k_gemm(&args, (int)cuda_tile_tokens[t], (int)way.split, false, cuda->stream),
-                      "head", err);
+    return cuda_check(
+        cuda, k_gemm(&args, (int)cuda_tile_tokens[t], (int)way.split, d->delta != 0, cuda->stream),
+        "head", err);
 }
 
 bd_status cuda_fast_head_run(bd_cuda *cuda, float *logits, bd_error *err) {
     const cuda_head_step *d = &cuda->fast_step.head;
     const cuda_step *step = &cuda->step;
     const uint32_t hidden = cuda->shape.hidden, vocab = cuda->shape.vocab;
-    if (d->tile_count[0]) return head_tiles(cuda, logits, err);
+    const bool tiles = d->chunks.count == 0;
+    if (tiles && !d->delta) return head_tiles(cuda, 0, vocab, NULL, logits, err);
     few_rows l = {.what = "head",
                   .w = &cuda->fast.head.w,
                   .x = cuda->fast.head.x,
@@ -245,7 +254,8 @@ bd_status cuda_fast_head_run(bd_cuda *cuda, float *logits, bd_error *err) {
         l.overlays =
             step->linears + (size_t)(cuda->shape.layers * BD_LINEAR_COUNT + step->block_count + b) *
                                 step->overlay_count;
-        s = launch_chunks(cuda, &l, at, err);
+        s = tiles ? head_tiles(cuda, l.w_row, l.n, l.overlays, logits, err)
+                  : launch_chunks(cuda, &l, at, err);
     }
     return s;
 }
@@ -265,7 +275,7 @@ static bd_status prefill(bd_cuda *cuda, uint32_t layer, bd_group group, bd_error
                               .overlays = cuda->step.linears +
                                           (size_t)(layer * BD_LINEAR_COUNT + g->first) *
                                               cuda->step.overlay_count,
-                              .tiles = d->tiles[t],
+                              .tiles = d->tiles.at[t],
                               .tile_count = (int32_t)way->tile_count,
                               .n = (int32_t)g->n,
                               .k = (int32_t)g->k,

@@ -40,6 +40,7 @@ typedef struct cuda_group {
 typedef struct cuda_fast_head {
     bool fast;
     CUtensorMap w, x[X_BOX_COUNT];
+    bd_segment *runs; /* [logits_rows_max] */
 } cuda_fast_head;
 
 typedef struct cuda_fast {
@@ -77,11 +78,16 @@ typedef struct cuda_chunks {
     cuda_chunk at[CUDA_CHUNKS_MAX];
 } cuda_chunks;
 
-/* Of rows of logits: tiles where the base's table makes them all, or chunks. */
+typedef struct cuda_tiles { /* of each size */
+    const k_gemm_tile *at[CUDA_TILES];
+    uint32_t count[CUDA_TILES], unused;
+} cuda_tiles;
+
+/* Of rows of logits: chunks, or else tiles. */
 typedef struct cuda_head_step {
-    uint32_t usable, unused; /* usable: else the head is the plain kernel's */
-    const k_gemm_tile *tiles[CUDA_TILES];
-    uint32_t tile_count[CUDA_TILES];
+    uint32_t usable; /* else the head is the plain kernel's */
+    uint32_t delta;  /* whether a variant has a head of its own, in tiles */
+    cuda_tiles tiles;
     cuda_chunks chunks;
 } cuda_head_step;
 
@@ -89,8 +95,8 @@ typedef struct cuda_head_step {
 typedef struct cuda_fast_step {
     bool usable; /* at most one plane, fused planes adjacent */
     cuda_way ways[CUDA_GROUPS];
-    const k_gemm_tile *tiles[CUDA_TILES]; /* of all rows; none where decode takes every row */
-    cuda_chunks chunks;                   /* of the rows at the step's end, of all or of none */
+    cuda_tiles tiles;   /* of all rows; none where decode takes every row */
+    cuda_chunks chunks; /* of the rows at the step's end, of all or of none */
     cuda_head_step head;
 } cuda_fast_step;
 
@@ -119,6 +125,12 @@ bool cuda_fast_lists_reserve(struct bd_cuda *cuda, uint32_t rows, cuda_chunks *o
  * two chunks. grouped: for that kernel too. Replaces what was there. */
 void cuda_fast_chunks_fill(const bd_segment *segments, uint32_t count, bool grouped,
                            const cuda_chunk_lists *lists, cuda_chunks *out);
+/* Tiles of every segment; false: the upload is full. */
+bool cuda_fast_tiles_fill(struct bd_cuda *cuda, const bd_segment *segments, uint32_t count,
+                          cuda_tiles *out);
+/* Estimated microseconds of the chunks for W [n, k]. */
+double cuda_fast_chunks_cost(const cuda_fast *fast, uint32_t n, uint32_t k,
+                             const cuda_chunks *chunks);
 /* Whether the rows kernel takes the chunk of W [n, k], else decode's. */
 bool cuda_fast_takes_rows(const cuda_fast *fast, uint32_t n, uint32_t k, const cuda_chunk *chunk);
 

@@ -49,18 +49,18 @@ static uint32_t tiles_of(const bd_segment *segment, uint32_t tokens) {
     return (segment->row_count + tokens - 1) / tokens;
 }
 
-/* Every segment's, of each size. */
-static bool tiles_fill(bd_cuda *cuda, const bd_step *step, cuda_fast_step *d) {
+bool cuda_fast_tiles_fill(bd_cuda *cuda, const bd_segment *segments, uint32_t count,
+                          cuda_tiles *out) {
     for (uint32_t t = 0; t < CUDA_TILES; t++) {
         const uint32_t tokens = cuda_tile_tokens[t];
-        uint32_t count = 0;
-        for (uint32_t s = 0; s < step->segment_count; s++)
-            count += tiles_of(&step->segments[s], tokens);
+        out->count[t] = 0;
+        for (uint32_t s = 0; s < count; s++)
+            out->count[t] += tiles_of(&segments[s], tokens);
         k_gemm_tile *tile =
-            cuda_upload_reserve(cuda, count, sizeof *tile, (const void **)&d->tiles[t]);
+            cuda_upload_reserve(cuda, out->count[t], sizeof *tile, (const void **)&out->at[t]);
         if (!tile) return false;
-        for (uint32_t s = 0; s < step->segment_count; s++) {
-            const bd_segment *segment = &step->segments[s];
+        for (uint32_t s = 0; s < count; s++) {
+            const bd_segment *segment = &segments[s];
             const uint32_t end = segment->first_row + segment->row_count;
             for (uint32_t row = segment->first_row; row < end; row += tokens)
                 *tile++ =
@@ -162,11 +162,12 @@ bool cuda_fast_takes_rows(const cuda_fast *fast, uint32_t n, uint32_t k, const c
     return rows_cost(fast, n, k, chunk) < decode_cost(fast, n, k, chunk);
 }
 
-static double chunks_cost(const cuda_fast *fast, const cuda_group *g, const cuda_chunks *d) {
+double cuda_fast_chunks_cost(const cuda_fast *fast, uint32_t n, uint32_t k,
+                             const cuda_chunks *chunks) {
     double cost = 0;
-    for (uint32_t c = 0; c < d->count; c++)
+    for (uint32_t c = 0; c < chunks->count; c++)
         cost +=
-            fmin(decode_cost(fast, g->n, g->k, &d->at[c]), rows_cost(fast, g->n, g->k, &d->at[c]));
+            fmin(decode_cost(fast, n, k, &chunks->at[c]), rows_cost(fast, n, k, &chunks->at[c]));
     return cost;
 }
 
@@ -214,7 +215,7 @@ static double ways_fill(const cuda_fast *fast, const bd_step *step, uint32_t fir
         const cuda_way all = prefill_way(fast, g, step, step->segment_count);
         ways[i] = prefill_way(fast, g, step, first);
         ways[i].chunked = chunks->count > 0;
-        ways[i].cost_us += (float)chunks_cost(fast, g, chunks);
+        ways[i].cost_us += (float)cuda_fast_chunks_cost(fast, g->n, g->k, chunks);
         if (all.cost_us <= ways[i].cost_us) ways[i] = all;
         sum += (double)ways[i].cost_us;
     }
@@ -264,7 +265,8 @@ bool cuda_fast_step_fill(bd_cuda *cuda, const bd_step *step) {
         step->row_count < CUDA_DECODE_ROWS_MAX ? step->row_count : CUDA_DECODE_ROWS_MAX;
     if (!cuda_fast_lists_reserve(cuda, rows, &d->chunks, &lists)) return false;
     if (step->row_count > CUDA_DECODE_ONLY_ROWS) {
-        if (!tiles_fill(cuda, step, d)) return false;
+        if (!cuda_fast_tiles_fill(cuda, step->segments, step->segment_count, &d->tiles))
+            return false;
         choose(&cuda->fast, step, &lists, d);
         return true;
     }

@@ -26,7 +26,7 @@ size_t cuda_upload_bytes(const bd_backend_options *o, const cuda_shape *shape) {
     bytes +=
         o->logits_rows_max * (2 * 4 + sizeof(k_segment) + sizeof(k_tile) + sizeof(k_sample_row));
     bytes += (size_t)o->rows_max * CUDA_TILES * sizeof(k_gemm_tile);
-    bytes += ((size_t)o->logits_rows_max / 64 + 1) * CUDA_TILES * sizeof(k_gemm_tile);
+    bytes += (size_t)o->logits_rows_max * CUDA_TILES * sizeof(k_gemm_tile);
     bytes += 2 * CUDA_DECODE_ROWS_MAX * (2 * 4 + sizeof(k_gemm_tile)); /* of the head too */
     bytes += (size_t)CUDA_EDITS_MAX * sizeof(k_edit);
     bytes += ((size_t)o->rows_max / K_ATTENTION_ROWS + o->seqs_max) * sizeof(k_attention_tile);
