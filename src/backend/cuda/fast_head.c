@@ -4,7 +4,7 @@
 #include "cuda_internal.h"
 #include "fast.h"
 
-/* *plain: no variant has a head of its own. false: decode's kernels do not take what one has. */
+/* *plain: no variant has a head of its own. false: one has more planes than the kernels take. */
 static bool heads_usable(const bd_step *step, bool *plain) {
     *plain = true;
     for (uint32_t v = 0; v < step->overlay_count; v++)
