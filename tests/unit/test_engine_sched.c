@@ -316,6 +316,7 @@ static void run_random(uint64_t seed, bool prefix_cache, bool decode_delta, bool
     options.seqs_max = 1 + fake_below(&s.rng, 14);
     options.logits_rows_max = 1 + fake_below(&s.rng, 20);
     options.prefill_chunk_tokens = fake_below(&s.rng, 20);
+    options.tile_rows = fake_below(&s.rng, 2) * fake_below(&s.rng, 24);
     options.variants_per_step_max = 1 + fake_below(&s.rng, 5);
     uint32_t block_tokens = 1u << fake_below(&s.rng, 5);
     uint32_t least_blocks = (PROMPT_MAX + NEW_MAX) / block_tokens + 1;
