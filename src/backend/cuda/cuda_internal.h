@@ -197,6 +197,7 @@ typedef struct bd_cuda {
     bool qkv_half, proj_half; /* whether the last qkv and the last o or down product are 16-bit */
     bool recording;           /* operators are being recorded, tables are not uploaded */
     const cuda_graph *replay; /* the step's launches come from this recording, at its end */
+    uint64_t waited_us[2];    /* for the last step that was launched, replayed */
     cuda_graph (*graphs)[CUDA_GRAPH_VARIANTS + 1]; /* [CUDA_GRAPH_BUCKETS], NULL: none */
     cuda_padded *padded;
 } bd_cuda;
@@ -262,6 +263,9 @@ bd_status cuda_step_wait(bd_backend *backend, const bd_step *step, uint64_t dead
                          bd_token_result *results, bd_error *err);
 /* For all that was launched; BD_E_DEVICE at the deadline, or when the ranks lost each other. */
 bd_status cuda_stream_wait(bd_cuda *cuda, uint64_t deadline_us, bd_error *err);
+/* How long to sleep before a step is asked for again, which the thread has waited for so long; 0:
+ * at once. expected_us: what another took. */
+uint32_t cuda_wait_pause_us(uint64_t waited_us, uint64_t expected_us);
 bd_status cuda_logits_get(bd_backend *backend, uint32_t index, float *out, bd_error *err);
 
 /* Tables of the step into the upload's host side; `fixed` reserves by the step's rows alone, so

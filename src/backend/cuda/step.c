@@ -293,11 +293,22 @@ bd_status cuda_step_begin(bd_backend *backend, const bd_step *step, bd_error *er
         "step tables", err);
 }
 
-/* Polled, not synchronised: a hung kernel must not hang the thread. Short steps are spun for, long
- * ones slept for. */
+/* A step takes about what the one before took: until shortly before that there is time to sleep,
+ * whose end is late by 50 us and more, and past it the step is long, or hangs. */
+uint32_t cuda_wait_pause_us(uint64_t waited_us, uint64_t expected_us) {
+    enum { LATE_US = 60, SPIN_US = 300, SLEEP_US = 200, LONG_SLEEP_US = 20 };
+    const uint64_t lead_us = expected_us / 8 < SPIN_US ? expected_us / 8 : SPIN_US;
+    if (waited_us > expected_us + SPIN_US) return LONG_SLEEP_US;
+    if (waited_us + lead_us + LATE_US + LONG_SLEEP_US > expected_us) return 0;
+    const uint64_t left_us = expected_us - lead_us - LATE_US - waited_us;
+    return left_us < SLEEP_US ? (uint32_t)left_us : SLEEP_US;
+}
+
+/* Polled, not synchronised: a hung kernel must not hang the thread. */
 bd_status cuda_stream_wait(bd_cuda *cuda, uint64_t deadline_us, bd_error *err) {
     bd_status s = cuda_check(cuda, cudaEventRecord(cuda->step_done, cuda->stream), "step", err);
     const uint64_t start = bd_now_us();
+    uint64_t *expected_us = &cuda->waited_us[cuda->replay != NULL];
     while (s == BD_OK) {
         const cudaError_t error = cudaEventQuery(cuda->step_done);
         if (error == cudaSuccess) break;
@@ -307,10 +318,12 @@ bd_status cuda_stream_wait(bd_cuda *cuda, uint64_t deadline_us, bd_error *err) {
             atomic_store(&cuda->lost, true);
             return bd_fail(err, BD_E_DEVICE, "step", "no answer from the GPU within the deadline");
         }
-        if (now - start <= 300) continue;
+        const uint32_t pause_us = cuda_wait_pause_us(now - start, *expected_us);
+        if (pause_us == 0) continue;
         if (cuda->options.comm) s = cuda_ranks_poll(cuda, err);
-        nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL);
+        nanosleep(&(struct timespec){.tv_nsec = pause_us * 1000L}, NULL);
     }
+    *expected_us = bd_now_us() - start;
     /* A kernel that waited for another rank in vain has ended too. */
     return s == BD_OK && cuda->options.comm ? cuda_ranks_poll(cuda, err) : s;
 }
