@@ -339,11 +339,7 @@ template <typename T, int NT, int G, int GR> __global__ void __launch_bounds__(R
         }
       }
       if (a.wide) {
-#pragma unroll
-        for (int i = 0; i < NT / 2; i++) {
-          const int t = 8 * (i / 4) + 2 * q + (i & 1), n = row + 8 * (i >> 1 & 1);
-          if (t < a.rows && n < a.n) a.wide[(size_t)t * a.wide_stride + n] = d[i];
-        }
+        store_wide(d, a, row, q);
         continue;
       }
       T* Y = (T*)a.y + (size_t)a.first_row * a.n;

@@ -48,6 +48,15 @@ template <bool IDLE> __device__ __forceinline__ void w_stream(const CUtensorMap&
   }
 }
 
+// Sums of a tile -> float32 [rows][wide_stride]; row: of W, of this lane's first.
+template <int R, typename Args> __device__ __forceinline__ void store_wide(const float (&d)[R], const Args& a, int row, int q) {
+#pragma unroll
+  for (int i = 0; i < R; i++) {
+    const int t = 8 * (i / 4) + 2 * q + (i & 1), n = row + 8 * ((i >> 1) & 1);
+    if (t < a.rows && n < a.n) a.wide[(size_t)t * a.wide_stride + n] = d[i];
+  }
+}
+
 template <typename T> __device__ __forceinline__ float to_float(uint16_t bits);
 template <> __device__ __forceinline__ float to_float<__nv_bfloat16>(uint16_t bits) { return bf16_float(bits); }
 template <> __device__ __forceinline__ float to_float<__half>(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }

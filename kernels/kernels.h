@@ -78,7 +78,7 @@ typedef struct k_gemm_args {
     int32_t first, count; /* set by the launcher; zero */
 } k_gemm_args;
 /* (tok, split) in {(256, 1), (256, 2), (256, 4), (128, 1), (128, 2), (64, 1), (64, 2)}; k % 128 == 0 (split > 1: k % (256 split)),
- * n % 8 == 0; delta: whether any tile has a variant. (256, 1) may be two launches. */
+ * n % 8 == 0 where y is not wide; delta: whether any tile has a variant. (256, 1) may be two launches. */
 cudaError_t k_gemm(const k_gemm_args *args, int tok, int split, bool delta, cudaStream_t stream);
 /* Estimated microseconds of a launch on an H200, to be compared between kernels and tiles of one matrix. */
 double k_gemm_cost(int n, int k, int tok, int split, int tile_count, int sm_count);

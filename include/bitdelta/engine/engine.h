@@ -55,8 +55,7 @@ typedef struct bd_engine_options {
     bd_cache *cache;
     const char *model_name; /* label of the engine's metrics: the base's served name; copied */
     uint32_t rows_max;      /* token budget of a step */
-    /* of one sequence in a step that its prompt does not end in, if others can fill it; 0: rows_max
-     */
+    /* of one prompt in a step that it does not end in, if others can fill it; 0: rows_max */
     uint32_t prefill_chunk_tokens;
     uint32_t tile_rows; /* as the backend's; 0: none */
     /* sequences in the engine at once; rows_max and logits_rows_max bound it too */
