@@ -406,6 +406,18 @@ def test_metric_samples(server):
     assert server.metric("vllm:prompt_tokens_total", model_name=BASE) > 0
 
 
+def test_rows_of_a_step(launch):
+    """On the CPU 512 tokens where nobody says otherwise, and a prompt that does not end in them leaves half to others."""
+    for options, steps, first in (((), 3, 1), (("--max-batch-tokens", "100"), 13, 1), (("--prefill-chunk-tokens", "700"), 3, 0)):
+        server = launch("--backend", "cpu", *options)
+        before = server.metric("bitdelta_steps_total")
+        prompts = [[4 + i * k % 4000 for i in range(1, n + 1)] for n, k in ((1200, 7), (60, 11))]
+        body = {"model": BASE, "prompt": prompts, "max_tokens": 1, "stream": True, "ignore_eos": True}
+        events = events_of(requests.post(server.url + "/v1/completions", json=body, timeout=60).content)
+        assert [e["choices"][0]["index"] for e in events if e.get("choices")][0] == first
+        assert server.metric("bitdelta_steps_total") - before == steps
+
+
 def test_no_redirects_no_compression(server):
     for path in ("/v1/models/", "/v1//models", "/health/", "//health"):
         answer = requests.get(server.url + path, allow_redirects=False, headers={"Accept-Encoding": "gzip, br, zstd"}, timeout=20)
